@@ -143,7 +143,7 @@ class RolloutGrid:
         if self.world % size:
             raise ValueError(
                 f"rollout.tp*dp = {self.tp}*{self.dp} = {size} does not divide {self.world} ranks; "
-                f"use {self.world // size * size or size} or {-(-self.world // size) * size} ranks, or change rollout.tp"
+                f"use {self.world // size * size or size} or {-(-self.world // size) * size} ranks, or change tp"
             )
 
     @property

@@ -137,7 +137,7 @@ class _Rules:
             yield Piece("expert_down", (layers, units, (0, h), cut), W2, layers[0], slot * w2[0], w2)
 
     def _runs(self, expert_rank: int) -> Iterator[tuple[Interval, int, Interval]]:
-        """(layers, first slot, experts): maximal runs of consecutive experts in consecutive slots, equal over layers."""
+        """(layers, first slot, experts): runs of consecutive experts in consecutive slots, equal over layers."""
         experts = self.shape.experts
         if self.expert_map is None:
             yield self.layers, 0, linear_experts(experts, self.grid.ep_size, expert_rank % self.grid.ep_size)

@@ -1,0 +1,75 @@
+"""Validation with the training engine: mean@k, best@k and maj@k of each data source. Pure arithmetic plus one call.
+
+Keys follow verl: val-core/SOURCE/reward/mean@k for the largest k, best@k/mean and maj@k/mean beside it, smaller k under
+val-aux. best and maj of n < k samples are bootstrap means (1,000 draws with replacement, seed 42). Groups are found by
+prompt id, so equal prompts stay apart. Nothing here touches the random state of training.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+DRAWS, SEED = 1000, 42
+
+
+def validation_metrics(
+    prompt_ids: Sequence[int], sources: Sequence[str], scores: Sequence[float], answers: Sequence[str | None]
+) -> dict[str, float]:
+    """Metrics over samples; the four sequences run in parallel. `answers` are what maj@k votes on (None: no vote)."""
+    groups: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for i, (source, prompt) in enumerate(zip(sources, prompt_ids, strict=True)):
+        groups[source][prompt].append(i)
+    metrics: dict[str, float] = {}
+    for source, prompts in sorted(groups.items()):
+        k = max(len(members) for members in prompts.values())
+        per_prompt = [_prompt_metrics([scores[i] for i in m], [answers[i] for i in m]) for m in prompts.values()]
+        for key in sorted(set().union(*per_prompt)):
+            value = float(np.mean([p[key] for p in per_prompt if key in p]))
+            core = f"@{k}" in key and "std" not in key
+            metrics[f"val-{'core' if core else 'aux'}/{source}/reward/{key}"] = value
+    return metrics
+
+
+def _prompt_metrics(scores: Sequence[float], answers: Sequence[str | None]) -> dict[str, float]:
+    k = len(scores)
+    values = np.asarray(scores, np.float64)
+    metrics = {f"mean@{k}": float(values.mean())}
+    if k == 1:
+        return metrics
+    metrics[f"std@{k}"] = float(values.std(ddof=1))
+    for n in _sizes(k):
+        best, majority = _bootstrap(values, answers, n)
+        metrics[f"best@{n}/mean"] = best
+        if majority is not None:
+            metrics[f"maj@{n}/mean"] = majority
+    return metrics
+
+
+def _sizes(k: int) -> list[int]:
+    """Powers of two below k, and k."""
+    return [n for n in (2**i for i in range(1, k.bit_length())) if n < k] + [k]
+
+
+def _bootstrap(values: np.ndarray, answers: Sequence[str | None], n: int) -> tuple[float, float | None]:
+    """(best, majority) of n of the samples, averaged over draws; all samples exactly once when n is their number."""
+    k = len(values)
+    if n == k:
+        picks = np.arange(k)[None]
+    else:
+        picks = np.random.default_rng(SEED).integers(0, k, (DRAWS, n))
+    best = float(values[picks].max(1).mean())
+    if all(answer is None for answer in answers):
+        return best, None
+    return best, float(np.mean([_vote(values, answers, row) for row in picks]))
+
+
+def _vote(values: np.ndarray, answers: Sequence[str | None], picks: np.ndarray) -> float:
+    """Score of the most frequent answer; the first seen wins a tie."""
+    votes = Counter(answers[i] for i in picks if answers[i] is not None)
+    if not votes:
+        return 0.0
+    winner = votes.most_common(1)[0][0]
+    return float(next(values[i] for i in picks if answers[i] == winner))
