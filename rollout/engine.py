@@ -1,0 +1,332 @@
+"""vLLM inside this process: build, generate, sleep, wake, close.
+
+One engine object per rank, started by vLLM's external launcher in our process group: the world is replicas x dp x tp,
+tp fastest. It starts with dummy weights; the resharder writes real ones into `stores` before each generation. TP ranks
+sample independently and agree because every request has a seed of its own and all decisions are equal.
+Left out: pipeline parallelism, servers, LoRA, vLLM's own weight transfer (only tests use its loaders).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from launch.config import Config, check_passthrough
+from parallel.family import ModelShape
+from parallel.grid import RolloutGrid
+from rollout import vllm_cpu, vllm_params
+from rollout.batch import Request, Sample
+from rollout.schedule import Dealt, Progress, Queue, hand_out, longest_first
+from rollout.vllm_layout import vllm_layout
+
+OWNED = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "skip_tokenizer_init": "rollout.stop",
+    "load_format": "model.path",
+    "quantization": "rollout.dtype",
+    "distributed_executor_backend": "rollout.tp and rollout.dp",
+    "tensor_parallel_size": "rollout.tp",
+    "data_parallel_size": "rollout.dp",
+    "pipeline_parallel_size": "rollout.tp",
+    "enable_expert_parallel": "rollout.expert_parallel",
+    "enable_eplb": "rollout.redundant_experts",
+    "enable_return_routed_experts": "rollout.routing_replay",
+    "dtype": "rollout.dtype",
+    "seed": "seed",
+    "max_model_len": "data.max_prompt_tokens and data.max_response_tokens",
+    "logprobs_mode": "rollout.temperature, top_p, top_k and min_p",
+}
+"""EngineArgs fields that we set ourselves, and the option to use instead."""
+
+CPU_CACHE_LIMIT = 2 << 30
+CPU_BLOCK_TOKENS = 128
+
+
+def engine_arguments(config: Config, shape: ModelShape, grid: RolloutGrid, kind: str) -> dict[str, Any]:
+    """EngineArgs of a platform ("cpu", "cuda", "npu"): defaults, the user's [rollout.vllm], then what is ours. Pure."""
+    rollout, data = config.rollout, config.data
+    max_model_len = data.max_prompt_tokens + data.max_response_tokens
+    defaults: dict[str, Any] = dict(disable_log_stats=True, enable_prefix_caching=True)
+    if kind == "cpu":
+        slots = rollout.vllm.get("max_num_seqs", 256)
+        cache = cpu_cache_bytes(shape, grid.tp, max_model_len, slots, 4 if rollout.dtype == "float32" else 2)
+        defaults |= dict(enforce_eager=True, max_num_seqs=slots, kv_cache_memory_bytes=cache)
+    else:
+        defaults |= dict(enable_sleep_mode=True)
+    if kind == "cuda":
+        defaults |= dict(moe_backend="triton")  # the only one that keeps experts in load layout
+    if kind == "npu":
+        defaults |= dict(additional_config={"weight_nz_mode": 0})  # else weights are re-tiled after loading
+    ours = dict(
+        model=config.model.path,
+        skip_tokenizer_init=not rollout.stop,
+        load_format="dummy",
+        distributed_executor_backend="external_launcher",
+        tensor_parallel_size=grid.tp,
+        data_parallel_size=grid.dp,
+        enable_expert_parallel=grid.expert_parallel,
+        dtype=rollout.dtype,
+        seed=config.seed,
+        max_model_len=max_model_len,
+        logprobs_mode="processed_logprobs",
+    )
+    if rollout.redundant_experts:  # asynchronous rearrangement would race with our writes
+        experts = dict(num_redundant_experts=rollout.redundant_experts, use_async=False)
+        ours |= dict(enable_eplb=True, eplb_config=experts | rollout.vllm.get("eplb_config", {}))
+    if rollout.routing_replay == "R3" and kind != "cpu":
+        ours |= dict(enable_return_routed_experts=True)
+    return defaults | rollout.vllm | ours
+
+
+def cpu_cache_bytes(shape: ModelShape, tp: int, max_model_len: int, slots: int, item: int) -> int:
+    """KV cache for `slots` longest sequences, at most 2 GiB but never less than two of them."""
+    block = 2 * shape.num_layers * max(1, shape.kv_heads // tp) * shape.head_dim * item * CPU_BLOCK_TOKENS
+    sequence = -(-max_model_len // CPU_BLOCK_TOKENS) * block
+    return max(2 * sequence, min(slots * sequence, CPU_CACHE_LIMIT)) + block
+
+
+def environment(kind: str, grid: RolloutGrid) -> dict[str, str]:
+    """Variables that vLLM reads when it is imported. Values that the user has set win, apart from the first two."""
+    fixed = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_DISABLE_REQUEST_ID_RANDOMIZATION="1")
+    optional = dict(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR" if kind == "cpu" else "WARNING")
+    if kind == "cpu":
+        optional |= dict(TORCHDYNAMO_DISABLE="1")
+    if kind == "cuda":
+        optional |= dict(VLLM_USE_FLASHINFER_SAMPLER="0")  # cannot return processed log-probs
+    if kind == "npu":
+        fixed |= dict(VLLM_ASCEND_ENABLE_NZ="0")
+    if grid.dp > 1:
+        fixed |= dict(VLLM_USE_V2_MODEL_RUNNER="0")  # data parallelism with the new runner is unproved
+    return {name: value for name, value in optional.items() if name not in os.environ} | fixed
+
+
+def model_stop_ids(path: str | Path) -> set[int]:
+    """End-of-text ids of a model directory's generation_config.json; empty without the file."""
+    file = Path(path) / "generation_config.json"
+    if not file.exists():
+        return set()
+    try:
+        ids = json.loads(file.read_text()).get("eos_token_id")
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ValueError(f"{file}: not a JSON table: {error}") from None
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"{file}: eos_token_id must be an id or a list of ids, got {ids!r}")
+    return set(ids)
+
+
+class Engine:
+    """The engine of this rank. Construction and `generate` are collective over the world; construct before training
+    tensors fill the device. `stop_token_ids` are the tokenizer's end-of-text ids, added to the model's and config's.
+
+    slots     requests that run at the same time on one worker (vLLM's max_num_seqs)
+    layout    where the world keeps which weights; stores  this rank's parameters by layout name
+    """
+
+    def __init__(
+        self, config: Config, shape: ModelShape, grid: RolloutGrid, device: Any, stop_token_ids: Sequence[int] = ()
+    ):
+        if not dist.is_initialized():
+            raise ValueError("the engine needs torch.distributed to be initialised: it runs in the job's own ranks")
+        if device.kind == "npu" and "expandable_segments:True" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", ""):
+            raise ValueError("unset PYTORCH_NPU_ALLOC_CONF=expandable_segments:True: vLLM-Ascend cannot sleep with it")
+        self.config, self.grid, self.device = config, grid, device
+        self.rank = dist.get_rank()
+        self.coord = grid.coord(self.rank)
+        stops = {*stop_token_ids, *config.rollout.stop_token_ids, *model_stop_ids(config.model.path)}
+        self.stop_token_ids = sorted(stops)
+        arguments = engine_arguments(config, shape, grid, device.kind)
+        os.environ |= environment(device.kind, grid)
+        with _kept_environment(self.rank % grid.replica_size if grid.dp > 1 else self.rank), _kept_random_state(device):
+            self._engine = _build(arguments, config.rollout.vllm, device.kind)
+        self.model = self._engine.model_executor.driver_worker.worker.model_runner.get_model()
+        self.slots = self._engine.vllm_config.scheduler_config.max_num_seqs
+        self.stores = vllm_params.stores(self.model)
+        transposed = vllm_params.experts_transposed(self.stores, shape.hidden, device.kind == "npu")
+        self.layout = vllm_layout(shape, grid, config.rollout.dtype, transposed_experts=transposed)
+        self._padding = vllm_params.check(self.layout.pieces(self.rank), self.stores, config.rollout.dtype)
+        vllm_params.clear_padding(self.stores, self._padding)
+        self._store = dist.distributed_c10d._get_default_store()
+        self._name = f"rollout/{self._store.add(f'rollout/engines/{self.rank}', 1)}"
+        self._rounds = 0
+        self._flying: dict[str, Request] = {}
+
+    # The loop: see rollout/schedule.py
+
+    def generate(self, requests: Sequence[Request], label: str = "generate") -> list[Sample]:
+        """Draw one sample per request. All ranks pass the same requests, in any order; collective over a replica.
+
+        Each sample is returned by exactly one rank of the world: the ranks of a TP group, which all have it, take
+        turns, so that scoring is shared too. ValueError when a request cannot fit the engine.
+        """
+        self._check(requests)
+        self._rounds += 1
+        name = f"{self._name}/{self._rounds}"
+        ordered = longest_first(requests)
+        progress = Progress(len(ordered), lambda n: self._store.add(f"{name}/done", n), self.rank == 0, label)
+        try:
+            samples = hand_out(self, ordered, self._feed(len(ordered), name), None if self.coord.tp else progress)
+        finally:
+            progress.close()
+        return samples[self.coord.tp :: self.grid.tp]
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        limit = self._engine.vllm_config.model_config.max_model_len
+        for r in requests:
+            if not 0 < len(r.prompt_ids) <= limit - r.max_tokens or r.max_tokens < 1:
+                raise ValueError(
+                    f"prompt {r.prompt_id}: {len(r.prompt_ids)} prompt + {r.max_tokens} response tokens do not fit "
+                    f"{limit} (data.max_prompt_tokens + data.max_response_tokens)"
+                )
+            if r.stop and not self.config.rollout.stop:
+                raise ValueError("stop strings need a tokenizer in the engine: set rollout.stop")
+
+    def _feed(self, total: int, name: str) -> Dealt | Queue:
+        workers, worker = self.grid.replicas * self.grid.dp, self.coord.replica * self.grid.dp + self.coord.dp
+        if self.config.rollout.schedule == "static":
+            return Dealt(total, workers, worker)
+        return Queue(total, workers, worker, self.slots, lambda count: self._advance(f"{name}/taken", count))
+
+    def _advance(self, key: str, count: int) -> int:
+        """Take `count` from the shared counter; TP ranks hear the leader's answer."""
+        start = self._store.add(key, count) - count if self.coord.tp == 0 else 0
+        if self.grid.tp == 1:
+            return start
+        from vllm.distributed.parallel_state import get_tp_group
+
+        answer, group = torch.tensor([start]), get_tp_group()
+        dist.broadcast(answer, src=group.ranks[0], group=group.cpu_group)
+        return int(answer)
+
+    def add(self, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        name = f"{request.prompt_id}-{request.sample_id}"
+        self._flying[name] = request
+        params = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=max(request.top_k, 0),
+            min_p=request.min_p,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            stop=list(request.stop),
+            stop_token_ids=self.stop_token_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(request.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, params)
+
+    def busy(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
+    def step(self) -> list[Sample]:
+        return [self._sample(output) for output in self._engine.step() if output.finished]
+
+    def _sample(self, output: Any) -> Sample:
+        request, result = self._flying.pop(output.request_id), output.outputs[0]
+        assert result.finish_reason in ("stop", "length"), f"{output.request_id} ended with {result.finish_reason}"
+        return Sample(
+            prompt_id=request.prompt_id,
+            sample_id=request.sample_id,
+            prompt=np.asarray(request.prompt_ids, dtype=np.int32),
+            response=np.asarray(result.token_ids, dtype=np.int32),
+            logprobs=np.asarray(result.logprobs.logprobs, dtype=np.float32),
+            finish=result.finish_reason,
+            routes=getattr(result, "routed_experts", None),
+        )
+
+    # Memory. On cpu nothing is freed, the same calls are harmless.
+
+    def sleep(self) -> None:
+        """Free the KV cache and the weights. Level 1 keeps a host copy, for runs that do not write new weights."""
+        self._engine.sleep(level=2 if self.config.rollout.sync_weights else 1)
+
+    def wake_weights(self) -> None:
+        """Storage of the weights is back at its old addresses; its contents are not, they must be written."""
+        self._engine.wake_up(["weights"])
+        if self.device.kind == "npu":
+            vllm_params.restore_transposed_experts(self.model)
+        current = vllm_params.stores(self.model)
+        vllm_params.require_stable(self.stores, current)
+        self.stores = current
+        vllm_params.clear_padding(self.stores, self._padding)
+
+    def wake_cache(self) -> None:
+        """KV cache back, prefixes of older weights forgotten: ready to generate."""
+        self._engine.wake_up(["kv_cache"])
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes; after every weight change. RuntimeError when requests are still running."""
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def close(self) -> None:
+        """Release the engine and vLLM's process groups, not ours; another layout can be built then. Collective."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        del self._engine, self.model
+        self.stores = {}
+        gc.collect()
+        destroy_model_parallel()
+
+
+def _build(arguments: dict[str, Any], passed: dict[str, Any], kind: str) -> Any:
+    import vllm
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    fields = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
+    check_passthrough(passed, fields, OWNED, "rollout.vllm", f"vLLM {vllm.__version__} EngineArgs")
+    if kind == "cpu":
+        vllm_cpu.patch()
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+    finalizer = getattr(engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()  # it would destroy the job's default process group
+    return engine
+
+
+@contextmanager
+def _kept_environment(rank: int) -> Iterator[None]:
+    """vLLM reads its data parallel rank from RANK, which must be that inside the replica, and changes variables that
+    child processes and other libraries read.
+    """
+    saved = {name: os.environ.get(name) for name in ("RANK", "LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    os.environ["RANK"] = str(rank)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _kept_random_state(device: Any) -> Iterator[None]:
+    """Construction seeds every global generator; the trainer's are put back."""
+    python, arrays = random.getstate(), np.random.get_state()
+    devices = {} if device.kind == "cpu" else dict(devices=[device.index], device_type=device.kind)
+    with torch.random.fork_rng(**({"devices": []} | devices)):
+        yield
+    random.setstate(python)
+    np.random.set_state(arrays)
