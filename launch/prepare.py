@@ -65,7 +65,7 @@ def convert_math(raw: Record, where: str) -> Record:
 
 
 def convert_competition(raw: Record, where: str) -> Record:
-    """DAPO-Math and AIME as published by DAPO (verl's schema), by slime (prompt, label), or plain problem and answer."""
+    """DAPO-Math and AIME as published by DAPO (verl's schema), by slime (prompt, label), or problem and answer."""
     if isinstance(raw.get("reward_model"), dict):
         truth, prompt = raw["reward_model"].get("ground_truth"), raw.get("prompt")
     else:
@@ -101,7 +101,7 @@ DATASETS = {
 
 
 def prepare_dataset(name: str, sources: list[str], out: Path) -> None:
-    """OUT/{split}.parquet for each split of the data set. Repeated prompts are written once (DAPO-Math's 100 copies)."""
+    """OUT/{split}.parquet for each split. Repeated prompts are written once (DAPO-Math has 100 of each)."""
     dataset = DATASETS[name]
     files = _local_files(sources, dataset) if sources else _hub_files(dataset)
     for split, paths in files.items():
