@@ -1,0 +1,83 @@
+"""cuda | npu | cpu: the only place that names a device runtime (Megatron's own adaptor aside)."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+
+
+@dataclass(frozen=True)
+class Device:
+    kind: str
+    """"cpu", "cuda" or "npu"."""
+    index: int = 0
+
+    @property
+    def torch(self) -> torch.device:
+        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
+
+    @property
+    def backend(self) -> str:
+        """Backend string of torch.distributed.init_process_group."""
+        return BACKENDS[self.kind]
+
+    @property
+    def runtime(self) -> Any:
+        """torch.cuda or torch.npu; None on cpu."""
+        return None if self.kind == "cpu" else getattr(torch, self.kind)
+
+    def synchronize(self) -> None:
+        if self.runtime:
+            self.runtime.synchronize(self.index)
+
+    def empty_cache(self) -> None:
+        if self.runtime:
+            self.runtime.empty_cache()
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        if self.runtime:
+            self.runtime.manual_seed_all(seed)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: allocated and reserved by torch in this process, free and total of the device; zeros on cpu."""
+        if not self.runtime:
+            return dict(allocated=0, reserved=0, free=0, total=0)
+        free, total = self.runtime.mem_get_info(self.index)
+        allocated, reserved = (f(self.index) for f in (self.runtime.memory_allocated, self.runtime.memory_reserved))
+        return dict(allocated=allocated, reserved=reserved, free=free, total=total)
+
+
+def present() -> list[str]:
+    """Accelerators with at least one usable device; imports torch_npu where it is installed."""
+    kinds = ["cuda"] if torch.cuda.is_available() else []
+    if importlib.util.find_spec("torch_npu"):
+        importlib.import_module("torch_npu")
+        kinds += ["npu"] if torch.npu.is_available() else []
+    return kinds
+
+
+def pick(kind: str = "auto", local_rank: int = 0) -> Device:
+    """Device of this process, made current. "auto" takes the only accelerator that is present, or cpu without one.
+
+    ValueError names runtime.device when two kinds are present, or when the wanted one is not.
+    """
+    kinds = present()
+    if kind == "auto":
+        if len(kinds) > 1:
+            raise ValueError(f"runtime.device = auto finds {' and '.join(kinds)}; set runtime.device to one of them")
+        kind = kinds[0] if kinds else "cpu"
+    elif kind != "cpu" and kind not in kinds:
+        raise ValueError(f"runtime.device = {kind}, but torch finds {' and '.join(kinds) or 'only a cpu'}")
+    device = Device(kind, 0 if kind == "cpu" else local_rank)
+    if device.runtime:
+        count = device.runtime.device_count()
+        if local_rank >= count:
+            raise ValueError(f"local rank {local_rank} has no {kind} device: this host shows {count}")
+        device.runtime.set_device(local_rank)
+    return device

@@ -1,0 +1,144 @@
+"""What Megatron-core needs to run on cpu and npu, and the repairs it needs everywhere. Written for 0.16.1.
+
+    torch.cuda functions that Megatron calls as its device runtime       replaced while `on_device` is active
+    literals: device="cuda", Tensor.cuda(), tensor.type() == "torch.cuda.X"    one TorchFunctionMode, likewise
+    Megatron functions without a cpu branch                              replaced once, by `repair`
+
+Nothing is replaced on cuda but `te_general_gemm`. On npu, torch_npu's own transfer_to_npu does the first two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import megatron.core
+import torch
+from torch.overrides import TorchFunctionMode
+
+from parallel.device import Device
+
+TESTED = "0.16.1"
+CPU = torch.device("cpu")
+
+
+class _Null:
+    """A CUDA stream or event on a device where everything is already in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _Null) -> float:
+        return 0.0
+
+    def record_event(self, *args: Any) -> _Null:
+        return _Null()
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+    record = synchronize = wait_stream = wait_event = wait
+
+
+def _null(*args: Any) -> _Null:
+    return _Null()
+
+
+RUNTIME = {
+    "current_device": lambda: CPU,  # Megatron uses it as a device, never as a number
+    "synchronize": lambda *args: None,
+    "empty_cache": lambda: None,
+    "Stream": _Null,
+    "Event": _Null,
+    "current_stream": _null,
+    "default_stream": _null,
+    "stream": lambda stream: contextlib.nullcontext(),
+    "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+    "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+    "manual_seed": torch.manual_seed,
+}
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        out = func(*args, **kwargs)
+        return _cuda_type_name(out) if func is torch.Tensor.type and isinstance(out, str) else out
+
+
+class _NpuTypeNames(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.replace("torch.npu.", "torch.cuda.") if func is torch.Tensor.type and isinstance(out, str) else out
+
+
+def _cuda_type_name(name: str) -> str:
+    return name.replace("torch.", "torch.cuda.", 1)
+
+
+@contextlib.contextmanager
+def on_device(device: Device) -> Iterator[None]:
+    """Run Megatron code inside it. Re-entrant; leaves torch as it was."""
+    if device.kind == "cuda":
+        yield
+    elif device.kind == "npu":
+        with _NpuTypeNames():
+            yield
+    else:
+        saved = {name: getattr(torch.cuda, name) for name in RUNTIME}
+        try:
+            for name, value in RUNTIME.items():
+                setattr(torch.cuda, name, value)
+            with _CudaMeansCpu():
+                yield
+        finally:
+            for name, value in saved.items():
+                setattr(torch.cuda, name, value)
+
+
+def repair(device: Device) -> None:
+    """Replace what is missing in Megatron for this device; once is enough, again is harmless.
+
+    RuntimeError on a Megatron version for which the replacements were not checked.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # 0.16.1 without TransformerEngine: NameError in every MoE forward
+    if device.kind == "cuda":
+        return
+    if megatron.core.__version__ != TESTED:
+        raise RuntimeError(
+            f"megatron-core {megatron.core.__version__} on {device.kind}: parallel/megatron_cpu.py was checked "
+            f"with {TESTED}; install that version, or check each replacement there and change TESTED"
+        )
+    if device.kind == "npu":
+        importlib.import_module("torch_npu.contrib.transfer_to_npu")
+        return
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    # Bound to CUDA generators by name.
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # Its branch for cpu tensors forgets the conversion; gloo wants integers as split sizes.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )

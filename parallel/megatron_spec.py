@@ -1,0 +1,164 @@
+"""The layers that Megatron assembles, in plain torch on every device: RMSNorm, packed attention, stacked experts.
+
+TransformerEngine is left out: what it fuses, torch's own kernels (rms_norm, varlen attention, grouped_mm) nearly match.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from parallel.attention import CoreAttention
+
+
+class HiddenModel(GPTModel):
+    """A GPTModel whose last stage ends before the output layer: [tokens / tp, 1, hidden] after the final norm.
+
+    Logits are made chunk by chunk in the loss instead (log_prob.py); `head_weight` is their matrix.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def head_weight(self) -> Tensor:
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+class RMSNorm(nn.Module):
+    """Megatron's own refuses sequence parallelism; the flag on the weight makes its gradient summed over tp."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any):
+        super().__init__()
+        self.weight = _parameter(config, hidden_size)
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+
+
+class StackedExperts(nn.Module):
+    """All local experts in two parameters: weight1 [experts, gate|up, hidden], weight2 [experts, hidden, ffn]."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, **kwargs: Any):
+        super().__init__()
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.weight1 = _parameter(config, num_local_experts, 2 * width, config.hidden_size)
+        self.weight2 = _parameter(config, num_local_experts, config.hidden_size, width)
+        for weight in (self.weight1, self.weight2):
+            weight.tensor_model_parallel = True  # counted by every rank in the gradient norm
+
+    def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """x [t, hidden] sorted by expert, probs [t]."""
+        gate, up = grouped_linear(x, self.weight1, tokens_per_expert).chunk(2, -1)
+        inner = (F.silu(gate) * up * probs.unsqueeze(-1)).to(x.dtype)
+        return grouped_linear(inner, self.weight2, tokens_per_expert), None
+
+
+def _parameter(config: TransformerConfig, *sizes: int) -> nn.Parameter:
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    return nn.Parameter(torch.ones(*sizes, dtype=config.params_dtype, device=device))
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """x [t, k] in runs of counts[e] rows, weight [e, n, k] -> [t, n]."""
+    if x.size(0) == 0 or (x.is_cuda and x.dtype != torch.bfloat16):  # no tokens at all, or no kernel
+        return torch.cat([part @ w.t() for part, w in zip(x.split(counts.tolist()), weight, strict=True)])
+    if x.device.type == "npu":
+        return _NpuGroupedLinear.apply(x, weight, counts.to(x.device).cumsum(0))
+    ends = counts.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+    kernel = getattr(F, "grouped_mm", None) or torch._grouped_mm  # private until torch 2.12
+    return kernel(x, weight.transpose(1, 2), offs=ends)
+
+
+class _NpuGroupedLinear(torch.autograd.Function):
+    """torch_npu.npu_grouped_matmul has no backward; group_type 0 splits rows, 2 splits the summed axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return _npu_grouped(x, weight.transpose(1, 2), ends, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, ends = ctx.saved_tensors
+        return _npu_grouped(grad, weight, ends, 0), _npu_grouped(grad.t(), x, ends, 2), None
+
+
+def _npu_grouped(x: Tensor, weight: Tensor, ends: Tensor, group_type: int) -> Tensor:
+    import torch_npu
+
+    return torch_npu.npu_grouped_matmul(
+        [x], [weight], group_list=ends, group_type=group_type, group_list_type=0, split_item=3
+    )[0]
+
+
+def block_spec(config: TransformerConfig, num_layers: int, router: type = TopKRouter) -> TransformerBlockSubmodules:
+    """Spec of one model chunk. `router` may be a subclass of TopKRouter (routing replay)."""
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, router)] * num_layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, router: type) -> ModuleSpec:
+    if config.num_moe_experts:
+        experts = MoESubmodules(experts=ModuleSpec(module=StackedExperts), router=router)
+        mlp = ModuleSpec(module=MoELayer, submodules=experts, metainfo={"fuse_pre_mlp_layernorm": False})
+    else:
+        mlp = ModuleSpec(
+            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        )
+    head_norm = RMSNorm if config.qk_layernorm else None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=CoreAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def mark_parameters(model: nn.Module) -> None:
+    """Attributes that Megatron 0.16.1 sets only where it initialises weights itself, or only for ep > 1.
+
+    Without the first, the gradient norm skips the shards of tp ranks above 0; without the second, expert gradients
+    miss their sum over tp when ep = 1 and etp = 1 < tp (and checkpoints of ep = 1 and ep > 1 differ in structure).
+    """
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
+            dim = int(isinstance(module, RowParallelLinear))
+            for parameter in (module.weight, getattr(module, "bias", None)):
+                if parameter is not None and (dim == 0 or parameter is module.weight):
+                    parameter.tensor_model_parallel = True
+                    parameter.partition_dim, parameter.partition_stride = dim, 1
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
