@@ -121,6 +121,7 @@ def write_tokenizer(out: str | Path) -> None:
         pad_token="<pad>",
         eos_token="<eos>",
         bos_token="<bos>",
+        unk_token="<pad>",  # a name only, never produced; without it Qwen2's tokenizer class adds a 33rd token
         clean_up_tokenization_spaces=False,
         model_max_length=SIZES["max_position_embeddings"],
     )

@@ -100,7 +100,8 @@ class PromptSet:
         if not self._data.shuffle:
             return np.arange(len(self))
         # Sorting raw counter-based bits: numpy fixes those for ever, but not what `permutation` makes of them.
-        bits = np.random.Philox(key=[self._seed % 2**64, epoch]).random_raw(len(self))
+        key = np.array([self._seed % 2**64, epoch], dtype=np.uint64)
+        bits = np.random.Philox(key=key).random_raw(len(self))
         return np.argsort(bits, kind="stable")
 
 
