@@ -1,0 +1,174 @@
+"""Named phases with deadlines and times; when one is silent for too long, the stacks of all ranks go to disk.
+
+    with watchdog.phase("gen"):                  times: watchdog.timings() -> {"gen": seconds, ...} of the step
+        ... watchdog.heartbeat() ...             every sign of progress starts the deadline anew
+
+A daemon thread per rank looks a few times per deadline. The first rank whose phase is silent beyond it creates
+`logs/attempt_K/hang.json`; every rank that sees this file writes `stacks_rank_NNN.txt`, waits for the others' and ends
+with Exit.HANG. A rank that cannot run Python at all (a C call that keeps the interpreter lock) is ended by
+faulthandler's own thread, which needs no lock. Files, not collectives: those are what hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launch.processes import read_text
+from launch.runtime import Exit, RunDir
+
+log = logging.getLogger(__name__)
+
+LEAVE_AFTER_S = 0.5
+
+
+class Phase(NamedTuple):
+    name: str
+    since: float
+    """Monotonic time of the last sign of life."""
+    deadline_s: float
+    """Longest silence; 0 is none."""
+
+
+class Watchdog:
+    def __init__(
+        self,
+        run: RunDir,
+        deadline_s: float = 1800.0,
+        grace_s: float = 10.0,
+        leave: Callable[[int], Any] = os._exit,
+    ) -> None:
+        """`grace_s`: how long a rank waits for the stacks of the others before it ends."""
+        self.run, self.deadline_s, self.grace_s, self.leave = run, deadline_s, grace_s, leave
+        self.poll_s = min(5.0, max(0.05, deadline_s / 20)) if deadline_s > 0 else 5.0
+        self._phase = Phase("outside of phases", time.monotonic(), deadline_s)
+        self._seconds: dict[str, float] = {}
+        self._stop = threading.Event()
+        self._stacks = open(run.log_dir / f"stacks_rank_{run.rank:03d}.part", "w")  # noqa: SIM115  (ends with the job)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def phase(self, name: str, deadline_s: float | None = None) -> Iterator[None]:
+        """Watch and time a block; phases nest, and the inner one counts. `deadline_s` None: the watchdog's own."""
+        outer, begin = self._phase, time.monotonic()
+        self._phase = Phase(name, begin, self.deadline_s if deadline_s is None else deadline_s)
+        log.debug("phase %s begins", name)
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - begin
+            self._phase = outer._replace(since=now)
+            log.debug("phase %s ends after %.3f s", name, now - begin)
+
+    def heartbeat(self) -> None:
+        """The current phase makes progress."""
+        self._phase = self._phase._replace(since=time.monotonic())
+
+    def timings(self) -> dict[str, float]:
+        """Seconds of each phase since the last call, in order of first use."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        self._stacks.close()
+        with contextlib.suppress(OSError):
+            Path(self._stacks.name).unlink()
+
+    def _watch(self) -> None:
+        told = self.run.log_dir / "hang.json"
+        while not self._stop.wait(self.poll_s):
+            name, since, deadline_s = self._phase
+            silent_s = time.monotonic() - since
+            late = 0 < deadline_s < silent_s
+            if deadline_s > 0:
+                # Fires only if this thread gets no turn to push it back.
+                rest_s = max(0.0, deadline_s - silent_s) + 2 * (self.poll_s + self.grace_s + LEAVE_AFTER_S)
+                faulthandler.dump_traceback_later(rest_s, file=self._stacks, exit=True)
+            else:
+                faulthandler.cancel_dump_traceback_later()
+            if late or told.exists():
+                try:
+                    self._report(told, name, silent_s, late)
+                finally:
+                    self._leave_together()
+                return
+
+    def _report(self, told: Path, name: str, silent_s: float, late: bool) -> None:
+        """Tell the other ranks, dump, wait for their stacks, say it in one line."""
+        mine = {"rank": self.run.rank, "phase": name, "silent_s": round(silent_s, 1)}
+        first = late and _create(told, json.dumps(mine))
+        if first:
+            self.run.fail(f"hang: phase {name} was silent for {silent_s:.1f} s")
+        print(json.dumps(mine), file=self._stacks, flush=True)
+        faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+        os.replace(self._stacks.name, self.run.log_dir / f"stacks_rank_{self.run.rank:03d}.txt")
+        reports = self._wait_for_others()
+        hung = _parse(read_text(told)) or mine
+        log.log(
+            logging.CRITICAL if first else logging.INFO,
+            f"hang: rank {hung['rank']} was silent for {hung['silent_s']} s in phase {hung['phase']}; "
+            f"{describe(reports, self.run.world)}; stacks of all threads: {self.run.log_dir}/stacks_rank_*.txt",
+        )
+        self.run.release()
+
+    def _wait_for_others(self) -> list[dict[str, Any]]:
+        """First lines of the stack files that ranks wrote within the grace time."""
+        until = time.monotonic() + self.grace_s + self.poll_s
+        while len(files := sorted(self.run.log_dir.glob("stacks_rank_*.txt"))) < self.run.world:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        return [r for r in (_parse(read_text(file).partition("\n")[0]) for file in files) if r]
+
+    def _leave_together(self) -> None:
+        """Leave at one time by the files' clock: a rank that sees the others vanish first would raise that instead."""
+        files = list(self.run.log_dir.glob("stacks_rank_*.txt"))
+        if len(files) == self.run.world:
+            newest = max(file.stat().st_mtime for file in files)
+            time.sleep(min(max(0.0, newest + LEAVE_AFTER_S - time.time()), LEAVE_AFTER_S))
+        self.leave(Exit.HANG)
+
+
+def describe(reports: list[dict[str, Any]], world: int) -> str:
+    """Which ranks were in which phase, the smallest group first: the odd one out is the likeliest culprit.
+
+    >>> describe([{"rank": 0, "phase": "gen"}, {"rank": 2, "phase": "gen"}, {"rank": 1, "phase": "reward"}], 4)
+    'reward: ranks [1], gen: ranks [0, 2], no stacks: ranks [3]'
+    """
+    phases: dict[str, list[int]] = {}
+    for report in sorted(reports, key=lambda r: r["rank"]):
+        phases.setdefault(report["phase"], []).append(report["rank"])
+    missing = sorted(set(range(world)) - {report["rank"] for report in reports})
+    groups = sorted(phases.items(), key=lambda item: len(item[1])) + ([("no stacks", missing)] if missing else [])
+    return ", ".join(f"{name}: ranks {ranks}" for name, ranks in groups)
+
+
+def _create(path: Path, text: str) -> bool:
+    """Whether this process was the first to create the file."""
+    try:
+        with open(path, "x") as file:
+            file.write(text)
+        return True
+    except OSError:
+        return False
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}
