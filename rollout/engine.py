@@ -176,10 +176,12 @@ class Engine:
         name = f"{self._name}/{self._rounds}"
         ordered = longest_first(requests)
         progress = Progress(len(ordered), lambda n: self._store.add(f"{name}/done", n), self.rank == 0, label)
-        try:
-            samples = hand_out(self, ordered, self._feed(len(ordered), name), None if self.coord.tp else progress)
-        finally:
-            progress.close()
+        samples: list[Sample] = []
+        with progress:
+            for finished in hand_out(self, ordered, self._feed(len(ordered), name)):
+                samples += finished
+                if finished and self.coord.tp == 0:
+                    progress.count(len(finished))
         return samples[self.coord.tp :: self.grid.tp]
 
     def _check(self, requests: Sequence[Request]) -> None:

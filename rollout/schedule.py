@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,26 +85,21 @@ class Queue:
         return range(min(start, self.total), min(start + room, self.total))
 
 
-def hand_out(
-    engine: StepEngine, requests: Sequence[Request], feed: Dealt | Queue, report: Callable[[int], None] | None = None
-) -> list[Sample]:
-    """Drive one worker until its replica is idle and the feed is empty; its samples in the order they finished.
+def hand_out(engine: StepEngine, requests: Sequence[Request], feed: Dealt | Queue) -> Iterator[list[Sample]]:
+    """Drive one worker until its replica is idle and the feed is empty; yields what each engine step finished.
 
-    A worker without requests steps along as long as its replica is busy. `report(n)` hears of n finished samples.
+    A worker without requests steps along as long as its replica is busy.
     """
-    samples: list[Sample] = []
     flying = 0
     while True:
         for index in feed.take(engine.slots - flying):
             engine.add(requests[index])
             flying += 1
         if not engine.busy():  # then nobody in the replica has a request, so everybody saw the feed empty
-            return samples
+            return
         finished = engine.step()
         flying -= len(finished)
-        samples += finished
-        if report is not None and finished:
-            report(len(finished))
+        yield finished
 
 
 class Progress:
@@ -129,7 +124,14 @@ class Progress:
         self.unpublished, self.tenth = 0, 0
         self.bar = None
 
-    def __call__(self, finished: int) -> None:
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def count(self, finished: int) -> None:
         self.unpublished += finished
         now = self.clock()
         if now - self.last < self.every_s:
@@ -155,7 +157,3 @@ class Progress:
             self.task = self.bar.add_task(self.label, total=self.total)
             self.bar.start()
         self.bar.update(self.task, completed=done)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
