@@ -1,4 +1,4 @@
-"""The first-step self-check: numbers that must be (nearly) zero in step 1, their bounds, and the likeliest causes. Pure.
+"""The first-step self-check: numbers that must be (nearly) zero in step 1, their bounds, likely causes. Pure.
 
 Before any update the current, old and reference policies are one, and the engine holds the same weights, so kl, ppo_kl
 and the clip fraction are 0 (exactly on cpu) and the engine's probabilities agree with the trainer's.
@@ -21,7 +21,7 @@ CAUSES = {
     ),
     "training/rollout_probs_diff_mean": (
         "the engine's weights differ from the trainer's (stale sync, swapped experts or tensors)",
-        "the trainer's log-probs use another temperature than rollout.temperature, or top-p / top-k / min-p cut the engine's",
+        "the trainer's log-probs use another temperature than the engine, or top-p, top-k or min-p cut the engine's",
         "the response mask is shifted by one token, or prompts are tokenised twice",
     ),
 }
@@ -44,6 +44,6 @@ def check_first_step(metrics: Mapping[str, float], limits: Mapping[str, float]) 
         if value is not None and not abs(value) <= limit:
             causes = "\n".join(f"  {i}. {cause}" for i, cause in enumerate(CAUSES[name], 1))
             raise RuntimeError(
-                f"first-step self-check: {name} = {value:.3g}, must be within {limit:.3g}; likeliest causes:\n{causes}\n"
-                f"  (runtime.self_check = false skips the check, runtime.self_check_probs_diff moves the last bound)"
+                f"first-step self-check: {name} = {value:.3g}, must be within {limit:.3g}; likely causes:\n{causes}\n"
+                "  (runtime.self_check = false skips the check, runtime.self_check_probs_diff moves the last bound)"
             )

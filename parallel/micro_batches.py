@@ -158,6 +158,22 @@ def unpack(micro_batches: Sequence[MicroBatch], tensors: Sequence[Tensor]) -> di
     }
 
 
+def spread(
+    mine: Mapping[int, np.ndarray], lengths: np.ndarray, tells: bool, group: dist.ProcessGroup
+) -> list[np.ndarray]:
+    """Values over the responses of this rank's sequences -> those of all sequences, on every rank of a host group.
+
+    `lengths`: response tokens of all sequences. `tells`: this rank speaks for its model replica, whose ranks all have
+    the same values.
+    """
+    ends = np.cumsum(lengths)
+    flat = torch.zeros(int(ends[-1]), dtype=torch.float32)
+    for index, values in mine.items() if tells else ():
+        flat[ends[index] - len(values) : ends[index]] = torch.from_numpy(values)
+    dist.all_reduce(flat, group=group)
+    return np.split(flat.numpy(), ends[:-1])
+
+
 class _AllReduceSum(torch.autograd.Function):
     """Sum over the ranks of a group. Each rank's loss is its own tokens' share of the whole, and all of them depend on
     the sum: the gradient is summed too."""

@@ -49,6 +49,29 @@ def pack(
     return PackPlan(_deal(bins, sizes, num_ranks))
 
 
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step's sequences and their packing, used by every pass over them."""
+
+    indices: np.ndarray
+    """int64 [sequences of the mini-batch], ascending."""
+    dealt: list[list[list[int]]]
+    """[data-parallel rank][micro-batch] -> sequence numbers of the whole batch."""
+
+
+def plan_updates(
+    prompt_ids: np.ndarray, lengths: np.ndarray, mini_batches: int, num_ranks: int, budget: int, multiple: int = 1
+) -> list[Update]:
+    """Mini-batches of whole groups, in order of prompt id, as even as can be; each packed on its own."""
+    updates = []
+    for part in np.array_split(np.unique(prompt_ids), mini_batches):
+        indices = np.flatnonzero(np.isin(prompt_ids, part))
+        plan = pack(lengths[indices], num_ranks, budget, multiple)
+        dealt = [[[int(indices[i]) for i in micro] for micro in rank] for rank in plan.micro_batches]
+        updates.append(Update(indices, dealt))
+    return updates
+
+
 def work(length: int) -> int:
     """Relative cost of a sequence: length * LINEAR_TOKENS + length^2."""
     return length * (length + LINEAR_TOKENS)

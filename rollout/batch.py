@@ -11,7 +11,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -63,6 +63,24 @@ def request_seed(seed: int, step: int, prompt_id: int, sample_id: int) -> int:
     """63-bit counter-based seed of one request: a hash, so that neighbours are unrelated and no state is kept."""
     data = struct.pack("<4q", seed, step, prompt_id, sample_id)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def requests(
+    prompts: Sequence[Any], count: int, seed: int, step: int, max_tokens: int, **sampling: Any
+) -> list[Request]:
+    """`count` requests of each prompt (rollout/prompts.py); `sampling`: temperature, top_p and so on."""
+    return [
+        Request(
+            prompt_id=prompt.prompt_id,
+            sample_id=number,
+            prompt_ids=prompt.ids,
+            seed=request_seed(seed, step, prompt.prompt_id, number),
+            max_tokens=max_tokens,
+            **sampling,
+        )
+        for prompt in prompts
+        for number in range(count)
+    ]
 
 
 def canonical(samples: Sequence[Sample]) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""Validation with the training engine: mean@k, best@k and maj@k of each data source. Pure arithmetic plus one call.
+"""Validation with the training engine: mean@k, best@k and maj@k of each data source.
 
 Keys follow verl: val-core/SOURCE/reward/mean@k for the largest k, best@k/mean and maj@k/mean beside it, smaller k under
 val-aux. best and maj of n < k samples are bootstrap means (1,000 draws with replacement, seed 42). Groups are found by
@@ -8,11 +8,46 @@ prompt id, so equal prompts stay apart. Nothing here touches the random state of
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
+from launch.config import Config
+from rollout.batch import Sample, gather, requests
+from rollout.prompts import Prompt, PromptSet
+
 DRAWS, SEED = 1000, 42
+
+
+STEP = -1
+"""Validation's seeds are those of no training step."""
+
+
+def evaluate(
+    engine: Any,
+    sets: Iterable[PromptSet],
+    config: Config,
+    score: Callable[[Sequence[Sample], Sequence[Prompt]], Any],
+    answer: Callable[[Sample], str | None],
+    group: Any,
+) -> dict[str, float]:
+    """Metrics of all sets by [eval]; collective. `score` writes Sample.score; `answer` is what is voted on."""
+    options, metrics = config.eval, {}
+    sampling = dict(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, stop=config.rollout.stop)
+    most = config.data.max_response_tokens
+    for data in sets:
+        prompts = data.all(options.max_prompts)
+        drawn = engine.generate(
+            requests(prompts, options.samples_per_prompt, config.seed, STEP, most, **sampling), "eval"
+        )
+        score(drawn, prompts)
+        samples = gather(drawn, group)
+        source = {prompt.prompt_id: prompt.source for prompt in prompts}
+        ids = [sample.prompt_id for sample in samples]
+        scores, answers = [s.score for s in samples], [answer(s) for s in samples]
+        metrics |= validation_metrics(ids, [source[i] for i in ids], scores, answers)
+    return metrics
 
 
 def validation_metrics(

@@ -1,0 +1,106 @@
+"""The batch of a step as plain arrays, and its way from scores to the fields of the loss. Pure; every rank has it all.
+
+Sequences are in canonical order (prompt id, sample id). `fields` hold a float array over the response of each sequence:
+rollout_logprobs always; old_logprobs, ref_logprobs, advantage as they become known. Groups are found by prompt id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from launch.config import AlgorithmConfig
+from reward import advantage
+from reward.advantage import KLController
+
+
+@dataclass
+class Experience:
+    sequences: list[np.ndarray]
+    """int32 [P + R] each: prompt and response."""
+    prompt_tokens: np.ndarray
+    """[N] P of each sequence."""
+    prompt_ids: np.ndarray
+    scores: np.ndarray
+    """[N] what the reward rule said."""
+    truncated: np.ndarray
+    """[N] bool: cut by the length limit."""
+    fields: dict[str, Sequence[np.ndarray]] = field(default_factory=dict)
+    rewards: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """[N] after shaping and the KL penalty."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Any]) -> Experience:
+        """From rollout samples in canonical order."""
+        return cls(
+            sequences=[np.concatenate([s.prompt, s.response]) for s in samples],
+            prompt_tokens=np.array([len(s.prompt) for s in samples]),
+            prompt_ids=np.array([s.prompt_id for s in samples]),
+            scores=np.array([s.score for s in samples]),
+            truncated=np.array([s.finish == "length" for s in samples]),
+            fields={"rollout_logprobs": [s.logprobs for s in samples]},
+        )
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(s) for s in self.sequences])
+
+    @property
+    def response_tokens(self) -> np.ndarray:
+        return self.lengths - self.prompt_tokens
+
+    def judge(
+        self, algorithm: AlgorithmConfig, kl: KLController, max_response_tokens: int, seed: Sequence[int]
+    ) -> float:
+        """Scores -> rewards -> the field "advantage". Returns the mean KL of the reward penalty (0 without one).
+
+        `seed` orders the permutation of algorithm.shuffle_rewards, a control experiment.
+        """
+        lengths = self.response_tokens
+        shaped = self.scores + advantage.overlong(
+            lengths, max_response_tokens, algorithm.overlong_buffer_tokens, algorithm.overlong_penalty
+        )
+        if algorithm.shuffle_rewards:
+            shaped = np.random.default_rng(list(seed)).permutation(shaped)
+        penalties = None
+        if algorithm.kl_reward:
+            pairs = zip(self.fields["old_logprobs"], self.fields["ref_logprobs"], strict=True)
+            penalties = [advantage.kl_penalty(algorithm.kl_reward_estimator, old, ref) for old, ref in pairs]
+        self.rewards = advantage.sequence_rewards(shaped, penalties, kl.coefficient)
+        self.fields["advantage"] = advantage.advantages(
+            algorithm, shaped, self.prompt_ids, lengths, penalties, kl.coefficient
+        )
+        return float(np.mean([p.mean() for p in penalties])) if penalties else 0.0
+
+    def loss_fields(self, algorithm: AlgorithmConfig, indices: np.ndarray, norm_tokens: int) -> dict[str, Any]:
+        """Fields of the loss for the mini-batch of sequences `indices`: values by sequence number."""
+        lengths = self.response_tokens[indices]
+        table = {name: {int(i): values[i] for i in indices} for name, values in self.fields.items()}
+        weights = advantage.token_weights(algorithm.aggregation, lengths, None, norm_tokens)
+        table["weight"] = dict(zip(map(int, indices), weights, strict=True))
+        if algorithm.aggregation.startswith("seq-mean-token-sum"):
+            share = advantage.token_weights("token-mean", lengths)
+            table["share"] = dict(zip(map(int, indices), share, strict=True))
+        return table
+
+    def rows(self, decode: Callable[[Any], str], most: int) -> list[dict[str, Any]]:
+        """Samples as people read them; `most` as log.samples_per_step: 0 all, -1 none."""
+        chosen = self.sequences[: most or None] if most >= 0 else []
+        return [self._row(i, sequence, decode) for i, sequence in enumerate(chosen)]
+
+    def _row(self, i: int, sequence: np.ndarray, decode: Callable[[Any], str]) -> dict[str, Any]:
+        cut = int(self.prompt_tokens[i])
+        return {
+            "prompt_id": int(self.prompt_ids[i]),
+            "prompt": decode(sequence[:cut]),
+            "response": decode(sequence[cut:]),
+            "score": float(self.scores[i]),
+            "reward": float(self.rewards[i]),
+            "advantage": float(self.fields["advantage"][i][0]),
+            "prompt_tokens": cut,
+            "response_tokens": len(sequence) - cut,
+            "truncated": bool(self.truncated[i]),
+        }

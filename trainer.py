@@ -1,0 +1,429 @@
+"""The whole job: read inputs, build, loop. Trainer.step() reads as the algorithm.
+
+    generate -> score -> advantages -> [old log-probs] -> [reference log-probs] -> update -> reshard -> log
+
+One program text runs on every rank. After generation every rank holds the whole batch, so everything up to the packing
+plan is a pure function computed alike; rank 0 alone decides what depends on the clock or the disk. This is the only
+file that imports every folder, and it imports torch and the engines inside functions: --help answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from resource import RUSAGE_SELF, getrusage
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from launch import config as options
+from launch.config import Config
+from launch.inputs import Inputs, read_inputs
+
+if TYPE_CHECKING:
+    from launch.metrics import Metrics
+    from launch.runtime import RunDir, StopRequest
+    from launch.watchdog import Watchdog
+    from parallel.device import Device
+    from parallel.groups import Groups
+    from parallel.packing import Update
+    from reward.experience import Experience
+    from rollout.batch import Sample
+    from rollout.prompts import Prompt
+
+
+def main(argv: list[str]) -> int:
+    """Exit code of the job (see launch/runtime.py)."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        if (text := options.answer(argv)) is not None:
+            print(text)
+            return 0
+        config = options.load(argv)
+        inputs = read_inputs(config, world)
+    except ValueError as error:
+        return _refuse(error, rank)
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(run)(config, inputs, rank, world)
+
+
+def _refuse(error: ValueError, rank: int) -> int:
+    """One message for all ranks: rank 0's; the others speak only if rank 0 found nothing and went on."""
+    if rank:
+        time.sleep(5)
+    print(f"error: {error}" if not rank else f"error on rank {rank}: {error}", file=sys.stderr)
+    return 2
+
+
+class Trainer:
+    """Engine and training model on the same ranks, and the loop over them."""
+
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        device: Device,
+        groups: Groups,
+        run_dir: RunDir,
+        stop: StopRequest,
+        watchdog: Watchdog,
+    ):
+        from parallel.reshard import Resharder
+        from parallel.reshard_plan import plan
+
+        from parallel import hf
+        from parallel.megatron_layout import megatron_layout
+        from parallel.megatron_model import build, snapshot
+        from parallel.phases import PhaseMachine
+        from reward.advantage import KLController
+        from rollout.engine import Engine
+
+        self.config, self.inputs, self.device, self.groups = config, inputs, device, groups
+        self.run_dir, self.stop, self.watchdog, self.phase = run_dir, stop, watchdog, watchdog.phase
+        self.rank, self.coord = groups.rank, groups.train.coord(groups.rank)
+        train, algorithm = config.train, config.algorithm
+        with self.phase("build"):
+            self.engine = Engine(config, inputs.shape, groups.rollout, device, inputs.stop_ids)
+            self.model = build(
+                inputs.shape, config, groups.train, device, inputs.total_steps * self.updates_per_rollout
+            )
+            stages = (train.first_stage_layers, train.last_stage_layers)
+            self.layout = megatron_layout(inputs.shape, groups.train, *stages, dtype=train.dtype)
+        with self.phase("load"):
+            hf.load(config.model.path, self.layout, self.model.stores(), self.rank, groups.world, device)
+            self.model.after_load()
+        self.reference = snapshot(self.model) if algorithm.kl_loss or algorithm.kl_reward else None
+        self.kl = KLController(algorithm.kl_reward, algorithm.kl_target, algorithm.kl_horizon)
+        weights = plan(self.layout, self.engine.layout, cap_bytes=config.rollout.sync_staging_mib << 20)
+        self.resharder = Resharder(weights, self.rank, groups.world, self.layout, self.engine.layout, device)
+        moves = {
+            "wake_weights": self.engine.wake_weights,
+            "reshard": self.reshard,
+            "free_training": lambda: None,
+            "wake_cache": self.engine.wake_cache,
+            "sleep": self.engine.sleep,
+            "restore_training": lambda: None,
+        }
+        self.phases = PhaseMachine(moves, device.memory)
+        self.draws = 0  # batches of prompts taken so far: more than steps with dynamic sampling
+        self.surplus: list[Sample] = []
+
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.config.train.mini_batches * self.config.train.epochs
+
+    # The algorithm
+
+    def step(self, step: int) -> None:
+        """One step from prompts to metrics; starts and ends with the engine ready to generate."""
+        from launch.metrics import Metrics
+        from reward.experience import Experience
+
+        started, metrics = time.monotonic(), Metrics()
+        with self.phase("gen"):
+            samples = self.collect(step, metrics)
+            self.phases.to_training()
+        batch = Experience.of(samples)
+        updates = self.plan_updates(batch)
+        if self.needs_old_pass:
+            with self.phase("old_log_prob"):
+                batch.fields["old_logprobs"] = self.log_probs(batch, updates)
+        if self.reference is not None:
+            with self.phase("ref"):
+                batch.fields["ref_logprobs"] = self.reference_log_probs(batch, updates)
+        with self.phase("adv"):
+            self.judge(batch, step)
+        with self.phase("update_actor"):
+            self.update(batch, updates, metrics)
+        if self.save_is_due(step):
+            self.save(step)
+        self.sync()
+        self.write(step, self.measure(step, batch, updates, metrics, time.monotonic() - started), batch)
+
+    def collect(self, step: int, metrics: Metrics) -> list[Sample]:
+        """Scored samples of the step's prompts; with dynamic sampling, of prompts whose samples differ in score."""
+        from reward.advantage import keep_groups
+
+        algorithm, wanted = self.config.algorithm, self.config.data.prompts_per_step
+        kept, rounds, dropped = self.surplus, 0, 0
+        while True:
+            prompts = self.inputs.prompts.batch(self.draws, wanted)
+            self.draws, rounds = self.draws + 1, rounds + 1
+            samples = self.sample(prompts, step, metrics)
+            if not algorithm.dynamic_sampling:
+                return samples
+            keep = keep_groups([s.score for s in samples], [s.prompt_id for s in samples])
+            useful = [s for s, differs in zip(samples, keep, strict=True) if differs]
+            kept, dropped = kept + useful, dropped + len(prompts) - len({s.prompt_id for s in useful})
+            ids = sorted({s.prompt_id for s in kept})
+            if len(ids) >= wanted or rounds == algorithm.dynamic_sampling_max_rounds:
+                break
+        metrics.add("sampling/rounds", rounds)
+        metrics.add("sampling/dropped_groups", dropped)
+        if not ids or (len(ids) < wanted and algorithm.dynamic_sampling_at_limit == "stop"):
+            raise RuntimeError(
+                f"dynamic sampling: {len(ids)} of {wanted} prompts with differing scores after {rounds} rounds; raise "
+                "algorithm.dynamic_sampling_max_rounds, or let dynamic_sampling_at_limit = train use what exists"
+            )
+        used = set(ids[:wanted])
+        self.surplus = [s for s in kept if s.prompt_id not in used]
+        return [s for s in kept if s.prompt_id in used]
+
+    def sample(self, prompts: Sequence[Prompt], step: int, metrics: Metrics) -> list[Sample]:
+        """Generate and score; every rank scores what its engine returned, then all ranks get all samples."""
+        from rollout.batch import gather, requests
+
+        config, rollout = self.config, self.config.rollout
+        sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p", "stop")}
+        most = config.data.max_response_tokens
+        wanted = requests(prompts, rollout.samples_per_prompt, config.seed, step, most, **sampling)
+        with self.phase("generate_sequences"):
+            samples = self.engine.generate(wanted)
+        with self.phase("reward"):
+            for name, (total, weight) in self.score(samples, prompts).items():
+                metrics.add_sum(name, total, weight)
+        return gather(samples, self.groups.host)
+
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> dict[str, tuple[float, float]]:
+        """Write the reward rule's value into each sample; (sum, weight) of failures and parts."""
+        import reward
+
+        by_id = {prompt.prompt_id: prompt for prompt in prompts}
+        items = []
+        for sample in samples:
+            prompt = by_id[sample.prompt_id]
+            text = self.inputs.tokenizer.decode(sample.response, skip_special_tokens=True)
+            extra = prompt.extra | {"finish": sample.finish, "response_ids": sample.response.tolist()}
+            items.append(reward.Item(prompt.source, text, prompt.ground_truth, extra))
+        scores = self.inputs.scorer.score(items)
+        for sample, score in zip(samples, scores, strict=True):
+            sample.score = score.value
+        return reward.metrics(scores)
+
+    def plan_updates(self, batch: Experience) -> list[Update]:
+        from parallel.packing import plan_updates
+
+        train, grid = self.config.train, self.groups.train
+        multiple = grid.pp if grid.vpp > 1 else 1
+        budget = train.micro_batch_tokens * grid.cp
+        return plan_updates(batch.prompt_ids, batch.lengths, train.mini_batches, grid.dp, budget, multiple)
+
+    @property
+    def needs_old_pass(self) -> bool:
+        """With one update per rollout the update's own pass gives the old log-probs and the ratio is exactly 1."""
+        algorithm = self.config.algorithm
+        needed_first = algorithm.kl_reward or algorithm.correction != "none" or self.updates_per_rollout > 1
+        return algorithm.old_log_probs == "recompute" or (algorithm.old_log_probs == "auto" and bool(needed_first))
+
+    def reference_log_probs(self, batch: Experience, updates: Sequence[Update]) -> list[np.ndarray]:
+        from parallel.megatron_model import swapped
+
+        with swapped(self.model, self.reference):
+            return self.log_probs(batch, updates)
+
+    def log_probs(self, batch: Experience, updates: Sequence[Update]) -> list[np.ndarray]:
+        """Log-probs of every response token of the batch, on every rank; packed as in the updates."""
+        from parallel.megatron_step import micro_batches, score
+        from parallel.micro_batches import spread, unpack
+
+        mine: dict[int, np.ndarray] = {}
+        for update in updates:
+            micro = micro_batches(self.model, batch.sequences, batch.prompt_tokens, update.dealt[self.coord.dp], {})
+            results = score(self.model, micro, self.config.rollout.temperature)
+            mine |= unpack(micro, [logprobs for logprobs, _ in results])
+        tells = self.coord.tp == self.coord.cp == self.coord.pp == 0
+        return spread(mine, batch.response_tokens, tells, self.groups.host)
+
+    def judge(self, batch: Experience, step: int) -> None:
+        """Scores -> rewards -> advantages of every response token."""
+        config = self.config
+        if config.algorithm.old_log_probs == "rollout":
+            batch.fields["old_logprobs"] = batch.fields["rollout_logprobs"]
+        mean_kl = batch.judge(config.algorithm, self.kl, config.data.max_response_tokens, (config.seed, step))
+        self.kl = self.kl.updated(mean_kl, len(batch.sequences))
+
+    def update(self, batch: Experience, updates: Sequence[Update], metrics: Metrics) -> None:
+        """Optimizer steps over the mini-batches; the first pass also tells how far engine and trainer agree."""
+        from launch.metrics import add_agreement
+        from parallel.megatron_step import micro_batches, update
+        from parallel.micro_batches import unpack
+        from reward.loss import policy_loss
+
+        config = self.config
+        norm_tokens = config.algorithm.aggregation_norm_tokens or config.data.max_response_tokens
+        current: dict[int, np.ndarray] = {}
+        for epoch in range(config.train.epochs):
+            for part in updates:
+                fields = batch.loss_fields(config.algorithm, part.indices, norm_tokens)
+                micro = micro_batches(
+                    self.model, batch.sequences, batch.prompt_tokens, part.dealt[self.coord.dp], fields
+                )
+                passed: list[Any] = []
+
+                def loss(logprobs: Any, entropy: Any, mb: Any, passed: list[Any] = passed) -> Any:
+                    passed.append(logprobs.detach())
+                    sums = mb.sequence_sums
+                    return policy_loss(
+                        config.algorithm, logprobs, entropy, mb.fields, mb.segments, mb.num_sequences, sums
+                    )
+
+                for name, (total, weight) in update(self.model, micro, loss, config.rollout.temperature, True).items():
+                    if not name.startswith(("training/rollout", "rollout_corr/k")):  # add_agreement has them, with max
+                        metrics.add_sum(name if "/" in name else f"actor/{name}", total, weight)
+                if epoch == 0 and passed:
+                    current |= unpack(micro, passed)
+        add_agreement(metrics, *self.agreement(batch, current))
+
+    def agreement(self, batch: Experience, current: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """(engine's, trainer's) log-probs [T] of the same tokens; one rank of each model replica tells them."""
+        tells = self.coord.tp == self.coord.cp == 0 and self.coord.pp == self.groups.train.pp - 1
+        own = sorted(current) if tells else []
+        old = batch.fields.get("old_logprobs", current) if self.config.algorithm.old_log_probs != "rollout" else current
+        engine = [batch.fields["rollout_logprobs"][i] for i in own]
+        return np.concatenate([np.zeros(0), *engine]), np.concatenate([np.zeros(0), *(old[i] for i in own)])
+
+    # Weights, state, log
+
+    def reshard(self) -> None:
+        if self.config.rollout.sync_weights or not self.draws:
+            self.resharder.run(self.model.stores(), self.engine.stores)
+
+    def sync(self) -> None:
+        """New weights into the engine, which is then ready to generate."""
+        with self.phase("reshard"):
+            self.phases.to_generating()
+
+    def train(self) -> str | None:
+        """All steps; why the run stopped early, or None."""
+        config, total = self.config, self.inputs.total_steps
+        done = self.resume()
+        self.open_writers(done)
+        self.sync()
+        if config.eval.before_training and not done:
+            self.write(0, self.evaluate())
+        for step in range(done + 1, total + 1):
+            if reason := self.stop.decide(self.groups.host):
+                self.phases.to_training()
+                self.save(step - 1)
+                self.run_dir.status("stopped", reason, step - 1, total)
+                return reason
+            self.run_dir.status("running", step=step - 1, total=total)
+            self.step(step)
+        self.finish(total)
+        return None
+
+    def evaluate(self) -> dict[str, float]:
+        """Validation metrics; training goes on as if it had not happened."""
+        from rollout.evaluate import evaluate
+
+        def answer(sample: Sample) -> str:
+            return self.inputs.tokenizer.decode(sample.response, skip_special_tokens=True)
+
+        self.phases.require("generating")
+        with self.phase("testing"):
+            return evaluate(
+                self.engine, self.inputs.validation.values(), self.config, self.score, answer, self.groups.host
+            )
+
+    def measure(
+        self, step: int, batch: Experience, updates: Sequence[Update], metrics: Metrics, seconds: float
+    ) -> dict[str, float]:
+        """Everything that is logged about a step; collective."""
+        from launch.metrics import GIB, add_timings, host_memory_used_gib
+        from launch.selfcheck import bounds, check_first_step
+        from launch.step_metrics import step_metrics
+
+        config, grid = self.config, self.groups.train
+        timings = self.watchdog.timings() | {"step": seconds}
+        add_timings(metrics, timings)
+        for key, value in self.device.memory().items():
+            if key in ("allocated", "reserved"):
+                metrics.add(f"perf/max_memory_{key}_gb", value / GIB, op="max")
+        metrics.add("perf/cpu_memory_used_gb", host_memory_used_gib(), op="max")
+        metrics.add("perf/rank_memory_gb", getrusage(RUSAGE_SELF).ru_maxrss / 2**20, op="max")
+        result = metrics.reduce(self.groups.host)
+        seconds_of = {name: result[f"timing_s/{name}"] for name in timings}
+        parts = [[i for update in updates for micro in update.dealt[rank] for i in micro] for rank in range(grid.dp)]
+        result |= step_metrics(config, self.inputs.shape, batch, parts, seconds_of, grid.world, self.device.name)
+        result |= {
+            "training/epoch": self.inputs.prompts.epoch_of(self.draws - 1),
+            "actor/kl_coef": config.algorithm.kl_loss,
+        }
+        if config.eval.every_steps and (step % config.eval.every_steps == 0 or step == self.inputs.total_steps):
+            result |= self.evaluate()
+        if step == 1 and config.runtime.self_check:
+            exact = self.device.kind == "cpu"
+            bound = config.runtime.self_check_probs_diff
+            check_first_step(result, bounds(config.rollout.dtype, exact, self.updates_per_rollout, bound))
+        return result
+
+    def open_writers(self, done: int) -> None:
+        """Rank 0's files; earlier metrics of steps that will be done again are dropped."""
+        from launch.writers import Writers
+
+        log = self.config.log
+        if self.rank == 0:
+            files = (log.tensorboard, log.samples_per_step, log.hook)
+            self.writers = Writers(self.run_dir.path, self.inputs.total_steps, done, asdict(self.config), *files)
+
+    def write(self, step: int, metrics: dict[str, float], batch: Experience | None = None) -> None:
+        if self.rank == 0:
+            self.writers.write(step, metrics)
+            if batch is not None:
+                decode = self.inputs.tokenizer.decode
+                self.writers.samples(step, batch.rows(decode, self.config.log.samples_per_step))
+
+    def resume(self) -> int:
+        return 0
+
+    def save_is_due(self, step: int) -> bool:
+        return False
+
+    def save(self, step: int) -> None:
+        pass
+
+    def finish(self, total: int) -> None:
+        """The last words of a run that did all its steps."""
+        self.run_dir.status("finished", step=total, total=total)
+        if self.rank == 0:
+            print(self.writers.curve(), flush=True)
+            self.writers.close()
+
+
+def run(config: Config, inputs: Inputs, rank: int, world: int) -> int:
+    from launch.runtime import Exit, RunDir, StopRequest, setup_logging
+    from launch.watchdog import Watchdog
+    from parallel.device import pick
+    from parallel.grid import RolloutGrid, TrainGrid
+    from parallel.groups import make_groups
+
+    started = time.time()
+    train, rollout = config.train, config.rollout
+    etp = train.etp or train.tp
+    grid = TrainGrid(world, train.tp, train.pp, train.vpp, train.cp, train.ep, etp, train.order)
+    device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", 0)))
+    groups = make_groups(grid, RolloutGrid(world, rollout.tp, rollout.dp, rollout.expert_parallel), device)
+    try:
+        opened = RunDir.open(config.run_dir, options.to_toml(config), rank, world, groups.host)
+    except ValueError as error:
+        return _refuse(error, rank)
+    with opened as run_dir:
+        setup_logging(run_dir, started)
+        stop = StopRequest(run_dir, config.runtime.time_limit_s, started)
+        stop.install()
+        watchdog = Watchdog(run_dir, config.runtime.deadline_s)
+        trainer = Trainer(config, inputs, device, groups, run_dir, stop, watchdog)
+        code = trainer.train()
+        watchdog.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return int(Exit.FINISHED if code is None else code)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main(sys.argv[1:]))
