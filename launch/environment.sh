@@ -24,7 +24,8 @@ install_lock() {
     echo "environment: installing $(grep -c == "$lock") packages into .venv (once; one to three minutes)"
     "$python" -m venv --clear .venv || return 1
     if ! .venv/bin/python -m pip install --no-deps "$torch" >"$log" 2>&1; then
-        if grep -q 'No matching distribution' "$log"; then
+        # The second message is what pip says instead where a constraints file names torch.
+        if grep -q -e 'No matching distribution' -e ResolutionImpossible "$log"; then
             echo "pip cannot find $torch: set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index." >&2
         else
             tail -n 5 "$log" >&2
