@@ -268,6 +268,21 @@ class KLController:
 # Weights of the loss
 
 
+def keep_tokens(
+    old_logprobs: Sequence[npt.ArrayLike], rollout_logprobs: Sequence[npt.ArrayLike], low: float, high: float
+) -> list[npt.NDArray[np.bool_]]:
+    """Mask of algorithm.correction = sequence_mask for token_weights: B arrays [R_i], all True or all False.
+
+    A sequence stays when its importance weight, pi_old / pi_rollout of the whole sequence, lies within [low, high].
+    """
+    masks = []
+    for old, rollout in zip(old_logprobs, rollout_logprobs, strict=True):
+        difference = np.asarray(old, dtype=np.float64) - np.asarray(rollout, dtype=np.float64)
+        weight = math.exp(min(max(float(difference.sum()), -LOG_CLAMP), LOG_CLAMP))
+        masks.append(np.full(difference.shape, low <= weight <= high))
+    return masks
+
+
 def token_weights(
     aggregation: str, lengths: npt.ArrayLike, mask: Sequence[npt.ArrayLike] | None = None, norm_tokens: int = 0
 ) -> list[npt.NDArray[np.float32]]:

@@ -140,8 +140,8 @@ def correction_weights(
     token, sequence: importance weight pi_old / pi_rollout of the token or the whole sequence, truncated at
     correction_high (TIS, https://fengyao.notion.site/off-policy-rl). icepop: the token's weight, 0 outside
     [low, high] (https://ringtech.notion.site/icepop). sequence_mask: 1 where the sequence's weight lies within
-    [low, high], else 0 (masked importance sampling). Only sequence_mask rejects samples: when the factors are known
-    before the update, give `factor > 0` to token_weights as the mask, and rejected tokens leave the denominators.
+    [low, high], else 0 (masked importance sampling). Only sequence_mask rejects samples: where old log-probs are known
+    before the update, reward.advantage.keep_tokens is its mask for token_weights, and they leave the denominators.
     """
     low, high = algorithm.correction_low, algorithm.correction_high
     log_ratio = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).detach()

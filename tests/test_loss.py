@@ -7,7 +7,7 @@ import torch
 
 from launch.config import AlgorithmConfig
 from reward import loss as L
-from reward.advantage import token_weights
+from reward.advantage import keep_tokens, token_weights
 
 OBJECTIVES = ["clip", "gspo", "gmpo", "cispo", "sapo"]
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -330,6 +330,17 @@ def test_correction_computed_before_or_inside_is_the_same(kind):
     assert L.policy_loss(config, logprobs, None, fields, segments, num)[0] == inside
     zeros = (fields["correction"][mask] == 0).float().mean()
     torch.testing.assert_close(stats["rollout_corr/zero_fraction"][0], zeros)
+
+
+def test_sequence_mask_before_the_update_agrees_with_the_loss():
+    config = AlgorithmConfig(correction="sequence_mask")
+    logprobs, fields, segments, num = make(11, lengths=(5, 1, 9, 4, 12, 3, 2))
+    mask = fields["weight"] > 0
+    old, rollout = fields["old_logprobs"], fields["rollout_logprobs"]
+    got = L.correction_weights(config, old, rollout, mask, segments, L.local_seq_sum(segments, num))
+    pairs = [[x[mask & (segments == i)].numpy() for i in range(num)] for x in (old, rollout)]
+    want = torch.cat([torch.tensor(m) for m in keep_tokens(*pairs, config.correction_low, config.correction_high)])
+    assert torch.equal(got[mask] > 0, want) and 0 < want.sum() < len(want)
 
 
 def test_rejected_sequences_leave_the_denominator():
