@@ -388,6 +388,7 @@ class Trainer:
 
     def finish(self, total: int) -> None:
         """The last words of a run that did all its steps."""
+        self.inputs.scorer.close()
         self.run_dir.status("finished", step=total, total=total)
         if self.rank == 0:
             print(self.writers.curve(), flush=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 Box = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]
 
@@ -76,9 +77,9 @@ class Piece:
 class Layout:
     name: str
     kinds: dict[str, Kind]
-    coordinates: tuple[Hashable, ...]
-    """One per rank; ranks with equal coordinates hold equal pieces."""
-    pieces_of: Callable[[Hashable], tuple[Piece, ...]]
+    coordinates: tuple[Any, ...]
+    """One hashable value per rank; ranks with equal coordinates hold equal pieces."""
+    pieces_of: Callable[[Any], tuple[Piece, ...]]
     dtype: str
     """Element type of the stores: "bfloat16", "float32"."""
 

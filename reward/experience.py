@@ -79,10 +79,14 @@ class Experience:
         """Fields of the loss for the mini-batch of sequences `indices`: values by sequence number."""
         lengths = self.response_tokens[indices]
         table = {name: {int(i): values[i] for i in indices} for name, values in self.fields.items()}
-        weights = advantage.token_weights(algorithm.aggregation, lengths, None, norm_tokens)
+        kept = None
+        if algorithm.correction == "sequence_mask":  # rejected sequences leave the denominators
+            pairs = [[self.fields[name][i] for i in indices] for name in ("old_logprobs", "rollout_logprobs")]
+            kept = advantage.keep_tokens(*pairs, algorithm.correction_low, algorithm.correction_high)
+        weights = advantage.token_weights(algorithm.aggregation, lengths, kept, norm_tokens)
         table["weight"] = dict(zip(map(int, indices), weights, strict=True))
         if algorithm.aggregation.startswith("seq-mean-token-sum"):
-            share = advantage.token_weights("token-mean", lengths)
+            share = advantage.token_weights("token-mean", lengths, kept)
             table["share"] = dict(zip(map(int, indices), share, strict=True))
         return table
 
