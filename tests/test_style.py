@@ -47,12 +47,12 @@ def sources() -> list[str]:
 
 
 def imports(tree: ast.AST) -> list[tuple[str, int, bool]]:
-    """(module, line, at module level). `from a import b` counts as a.b, which says more when b is a module."""
+    """(module, line, at import time). `from a import b` counts as a.b, which says more when b is a module."""
     lazy = {
         id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for node in ast.walk(function)
+        for block in ast.walk(tree)
+        if isinstance(block, (ast.FunctionDef, ast.AsyncFunctionDef)) or _is_type_checking(block)
+        for node in ast.walk(block)
     }
     found = []
     for node in ast.walk(tree):
@@ -62,6 +62,10 @@ def imports(tree: ast.AST) -> list[tuple[str, int, bool]]:
             assert not node.level, f"relative import in line {node.lineno}"
             found += [(f"{node.module}.{alias.name}", node.lineno, id(node) not in lazy) for alias in node.names]
     return found
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def under(module: str, *prefixes: str) -> bool:
