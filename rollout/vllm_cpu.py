@@ -20,9 +20,12 @@ VERSION = "0.32."
 
 
 def patch() -> None:
-    """Apply all patches; once per process, before the first engine. RuntimeError on an unknown vLLM."""
+    """Apply all patches, before the first engine; later calls do nothing. RuntimeError on an unknown vLLM."""
     import vllm
+    from vllm.model_executor.layers import utils
 
+    if utils.dispatch_cpu_unquantized_gemm.__module__ == __name__:
+        return
     if not vllm.__version__.startswith(VERSION):
         raise RuntimeError(f"rollout on cpu supports vLLM {VERSION}x only, this is {vllm.__version__}")
     _plain_linears()
