@@ -72,9 +72,8 @@ def model_shape(config: dict[str, Any], where: str = "config.json") -> ModelShap
     """ModelShape of a parsed config.json. ValueError names the field that is missing, malformed or unsupported."""
     read = _Reader(config, where)
     family = read.family()
-    experts = read.integer("num_experts", 0, minimum=0) if family == "qwen3_moe" else 0
-    if family == "qwen3_moe" and not experts:
-        raise ValueError(f"{where}: num_experts must be at least 1 for Qwen3-MoE, got {config.get('num_experts')!r}")
+    name = "num_experts" if "num_experts" in config else "num_local_experts"  # transformers 5 writes the latter
+    experts = read.integer(name) if family == "qwen3_moe" else 0
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ValueError(f"{where}: mlp_only_layers / decoder_sparse_step mix dense and MoE layers: not supported")
     if config.get("hidden_act", "silu") != "silu":
