@@ -31,6 +31,11 @@ class Device:
         """torch.cuda or torch.npu; None on cpu."""
         return None if self.kind == "cpu" else getattr(torch, self.kind)
 
+    @property
+    def name(self) -> str:
+        """What the runtime calls the device, for example "NVIDIA H200"; "cpu"."""
+        return self.runtime.get_device_name(self.index) if self.runtime else "cpu"
+
     def synchronize(self) -> None:
         if self.runtime:
             self.runtime.synchronize(self.index)
