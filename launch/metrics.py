@@ -104,7 +104,7 @@ def fold(op: Op, rows: np.ndarray) -> float | None:
         return None
     sums, (total, weight, squares) = rows[ranks, 0], rows.sum(0)
     if op == "std":
-        return float(np.sqrt(max(0.0, squares - total * total / weight) / (weight - 1))) if weight > 1 else 0.0
+        return float(np.sqrt(np.maximum(0.0, squares - total * total / weight) / (weight - 1))) if weight > 1 else 0.0
     if op == "argmax":
         return int(ranks[int(np.argmax(sums))])
     return float({"mean": lambda: total / weight, "sum": lambda: total, "min": sums.min, "max": sums.max}[op]())

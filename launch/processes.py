@@ -85,11 +85,8 @@ def _take_over(path: Path, me: dict[str, Any]) -> None:
         text = read_text(path)
     if not text and not path.exists():
         return
-    try:
-        owner = json.loads(text)
-        alive = is_alive(owner, me)
-    except (ValueError, KeyError, TypeError):
-        owner, alive = {}, None
+    owner = parse_table(text)
+    alive = is_alive(owner, me) if me.keys() <= owner.keys() else None
     named = ", ".join(f"{key} {owner[key]}" for key in ("host", "pid", "job", "since") if owner.get(key))
     if alive is not False:
         doubt = "" if alive else f"; if that job is dead, remove {path}"
@@ -110,6 +107,7 @@ def clean_leftovers(records: list[dict[str, Any]]) -> list[str]:
     Only processes that led a session of their own are followed (torchrun's workers do), never a login shell's session.
     """
     me, removed = identity(), []
+    records = [r for r in records if me.keys() <= r.keys()]
     dead = [r for r in records if r["host"] == me["host"] and r["boot"] == me["boot"] and is_alive(r, me) is False]
     segments = {Path(name) for record in dead for name in record.get("segments", ())}
     sessions = {r["session"] for r in dead if r["session"] == r["pid"] and not _stat(r["pid"])[1]}
@@ -142,6 +140,15 @@ def read_text(path: str | Path) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
+
+
+def parse_table(text: str) -> dict[str, Any]:
+    """A JSON object; {} when the text is none, for example because a full disk cut it."""
+    try:
+        table = json.loads(text)
+    except ValueError:
+        return {}
+    return table if isinstance(table, dict) else {}
 
 
 def _stat(pid: int) -> tuple[int, str]:

@@ -35,7 +35,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from launch.processes import acquire_lock, clean_leftovers, identity, is_alive, mapped_segments, read_text
+from launch.processes import acquire_lock, clean_leftovers, identity, is_alive, mapped_segments, parse_table, read_text
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class RunDir:
     def clean(self) -> None:
         """Remove processes and shared memory that dead ranks of the attempt before left on this host."""
         before = self.log_dir.with_name(f"attempt_{self.attempt - 1}")
-        records = [json.loads(file.read_text()) for file in sorted(before.glob("rank_*.json"))]
+        records = [parse_table(read_text(file)) for file in sorted(before.glob("rank_*.json"))]
         if removed := clean_leftovers(records):
             log.warning("removed what attempt %d left on this host: %s", self.attempt - 1, ", ".join(removed))
 
@@ -137,11 +137,11 @@ class RunDir:
             "owner": self.lock,
         }
         try:
-            if json.loads(read_text(self.path / "lock") or "{}").get("token") == self.lock["token"]:
+            if parse_table(read_text(self.path / "lock")).get("token") == self.lock["token"]:
                 write_atomic(self.path / "status.json", json.dumps(record, indent=1) + "\n")
             else:
                 log.warning("status %r not written: %s/lock is no longer ours", state, self.path)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             log.warning("status %r not written: %s", state, error)
 
     def fail(self, why: str) -> None:
@@ -171,13 +171,11 @@ class RunDir:
 
 def read_status(path: str | Path) -> dict[str, Any]:
     """status.json as a table; a run that says running while its process is dead on this host has failed. {} if none."""
-    try:
-        status = json.loads(read_text(Path(path) / "status.json"))
-        if status["state"] == "running" and is_alive(status["owner"], identity()) is False:
-            status |= {"state": "failed", "why": f"process {status['owner']['pid']} died without a word"}
-        return status
-    except (ValueError, KeyError, TypeError):
-        return {}
+    status, me = parse_table(read_text(Path(path) / "status.json")), identity()
+    owner = status.get("owner", {})
+    if status.get("state") == "running" and me.keys() <= owner.keys() and is_alive(owner, me) is False:
+        status |= {"state": "failed", "why": f"process {owner['pid']} died without a word"}
+    return status
 
 
 def _create(path: Path, config_toml: str) -> tuple[int, dict[str, Any]] | str:
@@ -231,7 +229,8 @@ def setup_logging(run: RunDir, started: float | None = None) -> None:
     of every rank), and stacks of all threads into the log file on SIGUSR2 and on crashes.
     """
     formatter = RankFormatter(run.rank, time.time() if started is None else started)
-    to_file = logging.FileHandler(run.log_file)
+    stream = open(run.log_file, "a")  # open until the process ends, faulthandler writes there too
+    to_file = logging.StreamHandler(stream)
     console = logging.StreamHandler(sys.stderr)
     least = logging.INFO if run.rank == 0 else logging.WARNING
     ours = tuple(f"{name}." for name in OUR_LOGGERS)
@@ -244,8 +243,8 @@ def setup_logging(run: RunDir, started: float | None = None) -> None:
     for name in OUR_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG)
     logging.captureWarnings(True)
-    faulthandler.enable(file=to_file.stream, all_threads=True)
-    faulthandler.register(signal.SIGUSR2, file=to_file.stream, all_threads=True)
+    faulthandler.enable(file=stream, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
 
 
 class StopRequest:
@@ -257,7 +256,7 @@ class StopRequest:
 
     def __init__(self, run: RunDir, time_limit_s: float = 0.0, started: float | None = None, grace_s: float = 2.0):
         """`started`: the job's start in Unix seconds, from which `time_limit_s` (0: none) counts."""
-        self.run, self.grace_s = run, grace_s
+        self.run, self.grace_s, self.pid = run, grace_s, os.getpid()
         start = time.time() if started is None else started
         ends = [float(os.environ.get("SLURM_JOB_END_TIME") or "inf")]
         self.deadline = min([*ends, start + time_limit_s] if time_limit_s > 0 else ends)
@@ -271,6 +270,8 @@ class StopRequest:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: Any) -> None:
+        if os.getpid() != self.pid:
+            return  # a forked child inherits the handler, but must not speak for the rank
         now = time.monotonic()
         name = signal.Signals(number).name
         if not self.signal:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.processes import read_text
+from launch.processes import parse_table, read_text
 from launch.runtime import Exit, RunDir
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Watchdog:
         self._phase = Phase("outside of phases", time.monotonic(), deadline_s)
         self._seconds: dict[str, float] = {}
         self._stop = threading.Event()
-        self._stacks = open(run.log_dir / f"stacks_rank_{run.rank:03d}.part", "w")  # noqa: SIM115  (ends with the job)
+        self._stacks = open(run.log_dir / f"stacks_rank_{run.rank:03d}.part", "w")  # ends with the job
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -117,7 +117,7 @@ class Watchdog:
         faulthandler.dump_traceback(file=self._stacks, all_threads=True)
         os.replace(self._stacks.name, self.run.log_dir / f"stacks_rank_{self.run.rank:03d}.txt")
         reports = self._wait_for_others()
-        hung = _parse(read_text(told)) or mine
+        hung = parse_table(read_text(told)) or mine
         log.log(
             logging.CRITICAL if first else logging.INFO,
             f"hang: rank {hung['rank']} was silent for {hung['silent_s']} s in phase {hung['phase']}; "
@@ -132,7 +132,7 @@ class Watchdog:
             if time.monotonic() > until:
                 break
             time.sleep(0.05)
-        return [r for r in (_parse(read_text(file).partition("\n")[0]) for file in files) if r]
+        return [r for r in (parse_table(read_text(file).partition("\n")[0]) for file in files) if r]
 
     def _leave_together(self) -> None:
         """Leave at one time by the files' clock: a rank that sees the others vanish first would raise that instead."""
@@ -165,10 +165,3 @@ def _create(path: Path, text: str) -> bool:
         return True
     except OSError:
         return False
-
-
-def _parse(text: str) -> dict[str, Any]:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {}

@@ -57,8 +57,8 @@ class Writers:
         self.progress = Progress(total_steps, resumed_step)
         self.hook = load_hook(hook) if hook else None
         self.history = purge(run_dir, resumed_step)
-        self.jsonl = open(run_dir / "metrics.jsonl", "a")  # noqa: SIM115  (open for the whole job)
-        self.board = _open_board(run_dir / "tensorboard", resumed_step, config or {}) if tensorboard else None
+        self.jsonl = open(run_dir / "metrics.jsonl", "a")  # open for the whole job
+        self.board: Any = _open_board(run_dir / "tensorboard", resumed_step, config or {}) if tensorboard else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step to every destination. A failing hook is a warning, a full disk is an error."""
@@ -207,7 +207,7 @@ def _open_board(directory: Path, resumed_step: int, config: Mapping[str, Any]) -
     except ImportError as error:
         log.warning("no TensorBoard files: %s; install tensorboard or set log.tensorboard = false", error)
         return None
-    board = SummaryWriter(str(directory), purge_step=resumed_step + 1 if resumed_step else None)
+    board = SummaryWriter(str(directory), purge_step=resumed_step + 1 if resumed_step else 0)
     board.add_text("config", config_table(config), resumed_step)
     return board
 

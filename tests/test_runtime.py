@@ -204,7 +204,7 @@ def test_liveness_rules():
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": "x"}'])
 def test_broken_lock_names_the_file_to_remove(tmp_path, content):
     (tmp_path / "lock").write_text(content)
-    with pytest.raises(ValueError, match=r"unknown process.*; if that job is dead, remove .*lock|in use by host x"):
+    with pytest.raises(ValueError, match=r"in use by (an unknown process|host x); if that job is dead, remove .*lock"):
         acquire_lock(tmp_path / "lock")
 
 
@@ -326,33 +326,47 @@ def test_slurm_end_time_counts(tmp_path, monkeypatch):
         assert "time limit" in stop.decide()
 
 
-def decide_together(rank, path, how):
-    """Four boundaries; the event comes before the third on one rank only."""
-    with gloo(rank) as group, RunDir.open(path, "", rank, 2, group) as run:
-        stop = StopRequest(run, time_limit_s=50.0 if how == "deadline" and rank == 0 else 0.0)
-        stop.install()
-        reasons = []
-        for step in range(4):
-            if step == 2 and how.startswith("SIG") and rank == 1:
-                os.kill(os.getpid(), getattr(signal, how))
-            if step == 2 and how == "STOP" and rank == 0:
-                (run.path / "STOP").touch()
-            if step == 2 and how == "deadline" and rank == 0:
-                stop.observe(step_s=100.0)
-            if step == 2 and how == "deadline" and rank == 1:
-                stop.observe(step_s=0.1)
-            reasons.append(stop.decide(group))
+STOPS = {
+    "SIGTERM": "SIGTERM on rank 1",
+    "SIGUSR1": "SIGUSR1 on rank 1",
+    "SIGINT": "SIGINT on rank 1",
+    "STOP": "found ",
+    "deadline": "time limit: ",
+}
+
+
+def decide_together(rank, path):
+    """Four boundaries per way to stop; the event comes before the third, on one rank only."""
+    reasons = {}
+    with gloo(rank) as group:
+        for how in STOPS:
+            with RunDir.open(f"{path}_{how}", "", rank, 2, group) as run:
+                stop = StopRequest(run, time_limit_s=50.0 if how == "deadline" and rank == 0 else 0.0)
+                stop.install()
+                reasons[how] = []
+                for boundary in range(4):
+                    if boundary == 2:
+                        cause(how, rank, run, stop)
+                    reasons[how].append(stop.decide(group))
     return reasons
 
 
+def cause(how, rank, run, stop):
+    if how.startswith("SIG") and rank == 1:
+        os.kill(os.getpid(), getattr(signal, how))
+    elif how == "STOP" and rank == 0:
+        (run.path / "STOP").touch()
+    elif how == "deadline":
+        stop.observe(step_s=100.0 if rank == 0 else 0.1)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "SIGINT", "STOP", "deadline"])
-def test_one_rank_sees_it_all_ranks_stop(tmp_path, how):
-    first, second = run_ranks(2, decide_together, str(tmp_path / "run"), how)
-    assert first == second
-    assert first[:2] == [None, None] and first[2] and (first[3] == first[2] or how == "deadline")
-    expected = {"STOP": "found", "deadline": "time limit: "}.get(how, f"{how} on rank 1")
-    assert first[2].startswith(expected)
+def test_one_rank_sees_it_all_ranks_stop(tmp_path):
+    first, second = run_ranks(2, decide_together, str(tmp_path / "run"))
+    assert first == second and list(first) == list(STOPS)
+    for how, reasons in first.items():
+        assert reasons[:2] == [None, None]
+        assert all(reason.startswith(STOPS[how]) for reason in reasons[2:]), (how, reasons)
 
 
 SIGNALS = """
@@ -412,7 +426,7 @@ def test_phases_nest_and_are_timed(tmp_path):
             time.sleep(0.05)
         seconds = dog.timings()
         assert list(seconds) == ["reshard", "gen"] and dog.timings() == {}
-        assert 0.15 <= seconds["reshard"] < 0.5 and 0.15 <= seconds["gen"] < 0.5
+        assert 0.15 <= seconds["reshard"] < 5 and 0.15 <= seconds["gen"] < 5
         dog.close()
         assert not list(run.log_dir.glob("stacks*"))
 
@@ -420,15 +434,15 @@ def test_phases_nest_and_are_timed(tmp_path):
 def test_heartbeats_keep_a_long_phase_alive(tmp_path):
     with alone(tmp_path) as run:
         left = []
-        dog = Watchdog(run, deadline_s=0.4, grace_s=0.1, leave=left.append)
+        dog = Watchdog(run, deadline_s=1.0, grace_s=0.1, leave=left.append)
         with dog.phase("long"):
             for _ in range(12):
-                time.sleep(0.1)
+                time.sleep(0.15)
                 dog.heartbeat()
         with dog.phase("free", deadline_s=0):
-            time.sleep(0.8)
-        with dog.phase("patient", deadline_s=5):
-            time.sleep(0.8)
+            time.sleep(1.5)
+        with dog.phase("patient", deadline_s=20):
+            time.sleep(1.5)
         assert not left
         with dog.phase("short", deadline_s=0.1):
             wait_for(lambda: left == [Exit.HANG])
@@ -481,11 +495,11 @@ def test_hang_dumps_all_ranks_and_names_the_phase(tmp_path):
     assert "wait_for_a_lost_sample" in stacks[1] and '"phase": "reward"' in stacks[1]
     assert all("all_reduce" in stacks[rank] and '"phase": "update_actor"' in stacks[rank] for rank in (0, 2))
     (line,) = [line for line in said[1].splitlines() if "CRITICAL" in line]
-    assert re.search(r"hang: rank 1 was silent for 1\.\d s in phase reward; reward: ranks \[1\], ", line)
+    assert re.search(r"hang: rank 1 was silent for \d\.\d s in phase reward; reward: ranks \[1\], ", line)
     assert "update_actor: ranks [0, 2]" in line and not said[2]
     status = read_status(tmp_path / "run")
     assert status["state"] == "failed" and status["step"] == 4
-    assert re.search(r"rank 1: hang: phase reward was silent for 1\.\d s", status["why"])
+    assert re.search(r"rank 1: hang: phase reward was silent for \d\.\d s", status["why"])
     assert not (tmp_path / "run" / "lock").exists()
 
 
@@ -515,5 +529,55 @@ def test_describe_puts_the_odd_one_first():
 
 
 def test_light_imports():
-    code = "import launch.runtime, launch.watchdog, launch.processes; print('torch' in sys.modules)"
+    code = "import launch.runtime, launch.watchdog, launch.processes, launch.metrics, launch.writers; print('torch' in sys.modules)"
     assert start(code).communicate()[0] == "False\n"
+
+
+UNDER_TORCHRUN = """
+import os, sys, time
+import torch.distributed as dist
+from launch.runtime import RunDir, StopRequest, setup_logging
+dist.init_process_group("gloo")
+rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+with RunDir.open(sys.argv[1], "", rank, world, group) as run:
+    setup_logging(run)
+    stop = StopRequest(run)
+    stop.install()
+    for step in range(1000):
+        run.status("running", step=step, total=1000)
+        if why := stop.decide(group):
+            time.sleep(3)  # a checkpoint, longer than the grace time of a second signal
+            run.status("stopped", why, step, 1000)
+            break
+        time.sleep(0.05)
+dist.destroy_process_group()
+sys.exit(75)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+def test_signal_to_torchrun_stops_cleanly(tmp_path, number):
+    script = tmp_path / "job.py"
+    script.write_text(UNDER_TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "output", "w") as output:
+        agent = subprocess.Popen(
+            [*command, str(script), str(tmp_path / "run")],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        wait_for(lambda: read_status(tmp_path / "run").get("step", 0) > 5, 60.0)
+        ranks = [json.loads(file.read_text()) for file in tmp_path.rglob("rank_*.json")]
+        agent.send_signal(number)
+        agent.wait(timeout=30)
+    finally:
+        agent.kill()
+    said = (tmp_path / "output").read_text()
+    status = read_status(tmp_path / "run")
+    assert status["state"] == "stopped" and re.match(r"SIG(TERM|INT) on rank [01]$", status["why"]), said
+    assert len(ranks) == 2 and [is_alive(record, identity()) for record in ranks] == [False, False]
