@@ -276,7 +276,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes; after every weight change. RuntimeError when requests are still running."""
-        if not self._engine.reset_prefix_cache():
+        if self._engine.reset_prefix_cache() is False:
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def close(self) -> None:

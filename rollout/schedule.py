@@ -142,7 +142,7 @@ class Progress:
             self._draw(done, now - self.start)
 
     def _draw(self, done: int, elapsed_s: float) -> None:
-        if sys.stderr.isatty():
+        if sys.stdout.isatty():
             self._advance_bar(done)
         elif done * 10 // self.total > self.tenth:
             self.tenth = done * 10 // self.total

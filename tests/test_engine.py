@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from launch.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
-from launch.tiny_models import EOS, write_model
+from launch.tiny_models import EOS, FIRST_DIGIT, write_model
 from parallel.family import kinds, model_shape, read_config
 from parallel.grid import RolloutGrid
 from rollout.batch import Request, request_seed
@@ -58,13 +58,21 @@ def requests_of(count, temperature=1.0, step=0, lengths=None):
 class World:
     """What a rank of these tests has: the default group, and engines built one after the other."""
 
-    def __init__(self):
+    def __init__(self, start=True):
         import torch
         import torch.distributed as dist
 
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+        if start:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def random_state(self):
+        import random
+
+        import torch
+
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
     def engine(self, path, **rollout):
         from parallel.device import pick
@@ -76,24 +84,24 @@ class World:
 
     def write(self, engine, path, scale=1.0):
         """The checkpoint's tensors, times `scale`, through the layout's pieces into the live parameters."""
+        import torch
         from safetensors.torch import load_file
 
         tensors = load_file(f"{path}/model.safetensors")
+        table = kinds(model_shape(read_config(path)))
         for piece in engine.layout.pieces(self.rank):
-            kind = kinds(model_shape(read_config(path)))[piece.kind]
-            (l0, l1), (u0, u1), (r0, r1), (c0, c1) = piece.box
-            for layer in range(l0, l1):
-                units = range(kind.shape[1]) if kind.unit_is_tensor else [0]
-                full = [tensors[kind.tensor_name(layer, unit)] for unit in units]
-                source = (full[0][None] if len(full) == 1 else __import__("torch").stack(full)).reshape(kind.shape[1:])
-                size = (u1 - u0, r1 - r0, c1 - c0)
-                target = engine.stores[piece.store_name(layer)].view(-1).as_strided(size, piece.strides, piece.offset)
-                target.copy_(source[u0:u1, r0:r1, c0:c1] * scale)
+            kind, (layers, *box) = table[piece.kind], piece.box
+            cut = tuple(slice(lo, hi) for lo, hi in box)
+            for layer in range(*layers):
+                names = [kind.tensor_name(layer, u) for u in (range(kind.shape[1]) if kind.unit_is_tensor else [0])]
+                source = torch.stack([tensors[name] for name in names]).reshape(kind.shape[1:])[cut]
+                target = engine.stores[piece.store_name(layer)].view(-1)
+                target.as_strided(source.shape, piece.strides, piece.offset).copy_(source * scale)
         engine.reset_prefix_cache()
 
     def loaded_stores(self, path, **rollout):
         """Parameters of an engine that vLLM loads itself, copied."""
-        from rollout.engine import OWNED, _build  # noqa: F401
+        from rollout.engine import _build
         from rollout.vllm_params import stores
 
         config, shape = config_of(path, **rollout), model_shape(read_config(path))
@@ -119,29 +127,23 @@ def tokens(samples):
     return {key: value[0] for key, value in samples.items()}
 
 
-def unequal(engine, loaded):
+def unequal(live, loaded):
     """Parameters that differ in any bit from vLLM's own."""
     import torch
 
-    assert engine.stores.keys() == loaded.keys()
-    return [n for n, t in engine.stores.items() if not torch.equal(t.view(torch.int32), loaded[n].view(torch.int32))]
+    assert live.keys() == loaded.keys()
+    return [n for n, t in live.items() if not torch.equal(t.view(torch.int32), loaded[n].view(torch.int32))]
 
 
-def two_ranks(rank, moe, dense):
-    """Every layout of two ranks in one process per rank; returns what the tests look at."""
-    import torch
+def visit(rank, cases):
+    """Build each (name, path, rollout options) in turn on all ranks; name -> what the tests look at."""
+    from vllm.distributed.parallel_state import destroy_model_parallel
 
     world, seen = World(), {}
-    for name, path, rollout in (
-        ("moe tp1", moe, {}),
-        ("moe tp2", moe, dict(tp=2)),
-        ("moe ep2", moe, dict(tp=2, expert_parallel=True)),
-        ("dense tp1", dense, {}),
-        ("dense tp2", dense, dict(tp=2)),
-    ):
-        state = torch.get_rng_state()
+    for name, path, rollout in cases:
+        state = world.random_state()
         engine = world.engine(path, **rollout)
-        case = {"rng kept": torch.equal(state, torch.get_rng_state()), "stop": engine.stop_token_ids}
+        case = {"rng kept": state == world.random_state(), "stop": engine.stop_token_ids}
         dummy = tokens(world.sampled(engine, requests_of(12, 0.0)))
         world.write(engine, path)
         case["greedy"] = world.sampled(engine, requests_of(12, 0.0))
@@ -156,15 +158,26 @@ def two_ranks(rank, moe, dense):
         case["changed"] = world.sampled(engine, requests_of(12, 0.0))
         world.write(engine, path)
         case["back"] = world.sampled(engine, requests_of(12, 0.0))
-        stores = {key: t.clone() for key, t in engine.stores.items()}
+        live = {key: tensor.clone() for key, tensor in engine.stores.items()}
         engine.close()
-        engine.stores = stores
-        case["unequal"] = unequal(engine, world.loaded_stores(path, **rollout))
-        from vllm.distributed.parallel_state import destroy_model_parallel
-
+        case["unequal"] = unequal(live, world.loaded_stores(path, **rollout))
         destroy_model_parallel()
         seen[name] = case
     return seen
+
+
+def two_ranks(rank, cases, path):
+    seen = visit(rank, cases)
+    return seen | {"stop": stopped_by_text(path)}
+
+
+def stopped_by_text(path):
+    """Samples with and without a stop string; the same requests otherwise."""
+    world = World(start=False)
+    engine = world.engine(path, stop=["5"])
+    world.write(engine, path)
+    plain = requests_of(24)
+    return world.sampled(engine, plain), world.sampled(engine, [dataclasses.replace(r, stop=["5"]) for r in plain])
 
 
 def _with_schedule(engine, schedule):
@@ -173,41 +186,71 @@ def _with_schedule(engine, schedule):
     return engine
 
 
+def layouts(name, path):
+    """TP1 x 2 (the reference), TP2, and EP2 for a MoE model."""
+    cases = [(f"{name} tp1", path, {}), (f"{name} tp2", path, dict(tp=2))]
+    return cases + [(f"{name} ep2", path, dict(tp=2, expert_parallel=True))] * ("moe" in name)
+
+
 @pytest.fixture(scope="module")
 def seen(models):
-    return run_ranks(2, two_ranks, *models, timeout_s=240)
+    moe, dense = models
+    return run_ranks(2, two_ranks, [*layouts("moe", moe), *layouts("dense", dense)], moe, timeout_s=240)
 
 
 CASES = ["moe tp1", "moe tp2", "moe ep2", "dense tp1", "dense tp2"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_written_weights_are_those_of_vllms_loader(seen, name):
-    for rank in range(2):
-        assert seen[rank][name]["unequal"] == []
-        assert seen[rank][name]["dummy differs"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_tokens_do_not_depend_on_the_layout(seen, name):
+def check_case(seen, name):
     case, reference = seen[0][name], seen[0][name.split()[0] + " tp1"]
-    assert case["greedy"].keys() == reference["greedy"].keys()
+    for rank in seen:
+        assert rank[name]["unequal"] == [] and rank[name]["dummy differs"]
     for kind in ("greedy", "sampled"):
         assert tokens(case[kind]) == tokens(reference[kind])
         for key, (_, logprobs, _, _) in case[kind].items():
             assert np.abs(np.subtract(logprobs, reference[kind][key][1])).max() < 1e-5
     assert tokens(case["static"]) == tokens(case["again"]) == tokens(case["sampled"])
-    assert tokens(case["one"]) == {(0, 0): tokens(case["sampled"])[0, 0]}
-    assert case["none"] == {}
+    assert tokens(case["one"]) == {(0, 0): tokens(case["sampled"])[0, 0]} and case["none"] == {}
+    assert tokens(case["changed"]) != tokens(case["greedy"]) == tokens(case["back"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_weight_changes_take_effect(seen, name):
-    case = seen[0][name]
-    assert tokens(case["changed"]) != tokens(case["greedy"]) == tokens(case["back"])
+def test_layouts_agree_with_vllms_loader_and_with_each_other(seen, name):
+    """Bitwise parameters; tokens of greedy, sampled, static, single and no requests; weight changes take effect."""
+    check_case(seen, name)
+
+
+@pytest.mark.full
+def test_all_families(tmp_path):
+    cases = []
+    for family in ("llama", "llama-tied", "qwen2", "qwen3", "qwen3-tied", "qwen3-moe"):
+        sizes = dict(hidden_size=128) if family == "qwen2" else {}
+        path = str(write_model(tmp_path / family, family, initializer_range=0.2, vocab=200, **sizes))
+        cases += layouts(family, path)
+    seen = run_ranks(2, visit, cases, timeout_s=600)
+    for name, *_ in cases:
+        check_case(seen, name)
+
+
+@pytest.mark.full
+def test_wide_layouts(models):
+    wide = dict(dp=4, expert_parallel=True)
+    cases = [("moe tp1", models[0], {}), ("moe 2 x tp2", models[0], dict(tp=2)), ("moe dp4 ep4", models[0], wide)]
+    seen = run_ranks(4, visit, cases, timeout_s=400)
+    for name, *_ in cases:
+        check_case(seen, name)
+
+
+@pytest.mark.slow
+def test_stop_strings(seen):
+    plain, stopped = seen[0]["stop"]
+    five = FIRST_DIGIT + 5
+    assert any(five in tokens for tokens, *_ in plain.values())
+    for key, (response, _, finish, _) in plain.items():
+        cut = response[: response.index(five) + 1] if five in response else response
+        assert stopped[key][0] == cut
+        assert stopped[key][2] == ("stop" if five in response else finish)
 
 
 @pytest.mark.slow
