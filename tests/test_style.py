@@ -25,7 +25,7 @@ PURE = [
     *("launch/plan.py", "launch/migrate.py"),
 ]
 ALLOWED_FROM_PARALLEL = {f"parallel.{name}" for name in ("device", "grid", "groups", "layout", "family")}
-REACH_EVERYWHERE = {f"launch/{name}.py" for name in ("doctor", "plan", "convert", "bench")}
+REACH_EVERYWHERE = {f"launch/{name}.py" for name in ("doctor", "plan", "convert", "bench", "inputs")}
 MEGATRON = "parallel/megatron_"
 ONLY_IN = {
     "vllm": {f"rollout/{name}.py" for name in ("engine", "vllm_params", "vllm_cpu", "routes")},
@@ -34,7 +34,7 @@ ONLY_IN = {
     "torch_npu": {"parallel/device.py", "parallel/megatron_cpu.py"},
     "torch.cuda": {"parallel/device.py", "parallel/megatron_cpu.py"},
 }
-LINES_OF_CODE = 7000
+LINES_OF_CODE = 11000  # CHANGELOG says why
 LONGEST_FILE = 350
 LONGER_FILES = {"launch/options.py": 450}  # a list of options with one sentence each, no logic
 LONGEST_FUNCTION, MEDIAN_FUNCTION, P90_FUNCTION = 80, 12, 45
@@ -110,7 +110,7 @@ def _folder_rule(path: str, module: str, top: bool) -> str | None:
         return None
     if folder == "launch":
         if path not in REACH_EVERYWHERE:
-            return "only launch/{doctor,plan,convert,bench} reach into other folders"
+            return "only launch/{doctor,plan,convert,bench,inputs} reach into other folders"
         return "imported lazily, inside functions" if top and not is_pure(module) else None
     if target == "launch":
         return None if under(module, "launch.config") else "only launch.config is for the other folders"
