@@ -418,13 +418,14 @@ def run(config: Config, inputs: Inputs, rank: int, world: int) -> int:
         stop.install()
         watchdog = Watchdog(run_dir, config.runtime.deadline_s)
         trainer = Trainer(config, inputs, device, groups, run_dir, stop, watchdog)
-        code = trainer.train()
+        reason = trainer.train()
         watchdog.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return int(Exit.FINISHED if code is None else code)
+    return int(Exit.FINISHED if reason is None else Exit.STOPPED)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the engines' libraries print pages about leaks when they are taken apart

@@ -43,7 +43,13 @@ def run_job(run_dir: Path, ranks: int, *arguments: str, timeout_s: float = 300.0
     command += ["trainer.py", *arguments, f"run_dir={run_dir}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -64,7 +70,10 @@ def prepare(kind: str, out: Path, *arguments: str) -> Path:
     """`python -m launch.prepare KIND OUT`, once per directory."""
     if not out.exists():
         done = subprocess.run(
-            [sys.executable, "-m", "launch.prepare", kind, *arguments, str(out)], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "-m", "launch.prepare", kind, *arguments, str(out)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
     return out
