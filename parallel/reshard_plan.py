@@ -1,0 +1,404 @@
+"""Plan the movement of weights from one layout to another: who sends which box to whom, in which round. Pure numpy.
+
+    match     distinct source boxes x distinct target boxes -> common boxes; replicas play no part yet
+    choose    for each rank that needs a common box: itself, else holders on its node, else all holders. Demand on one
+              set of holders is laid on a line, needers by rank, and cut into equal shares: egress is level and a rank
+              meets few peers
+    schedule  a pair of ranks exchanges one stream of boxes; each round carries an equal share of every stream, so all
+              pipeline stages send all the time and the number of rounds is total / cap
+
+Every cut falls on a row, or on a unit (expert) where that is fine enough. Everything is int64 arithmetic on sorted
+arrays: equal on every rank and in every process. The whole plan keeps one row a stream box; only `fragments`
+expands rounds, for one rank or for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from parallel.layout import Box, Kind, Layout, elements
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+MESSAGES_PER_CAP = 128
+"""Streams shorter than rounds x cap / this are sent in fewer, longer messages."""
+FINE = 16
+"""A unit is an atom of rounds when at least this many fit the share of a stream that a round carries."""
+FINE_SHARE = 64
+"""The same for cuts between holders, which decide how level egress is."""
+
+Ints = np.ndarray
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of moves. `source` and `target` number the distinct boxes of the kind, as in Plan.*_boxes."""
+
+    kind: Ints
+    box: Ints
+    """[rows, 4, 2]"""
+    src: Ints
+    dst: Ints
+    source: Ints
+    target: Ints
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def size(self) -> Ints:
+        """Elements of each row."""
+        return sizes(self.box)
+
+    def take(self, index: Ints, box: Ints | None = None) -> Table:
+        rows = {f.name: getattr(self, f.name)[index] for f in fields(self)}
+        return Table(**rows if box is None else {**rows, "box": box})
+
+
+@dataclass(frozen=True)
+class Plan:
+    kinds: tuple[Kind, ...]
+    source_boxes: tuple[tuple[Box, ...], ...]
+    target_boxes: tuple[tuple[Box, ...], ...]
+    world: int
+    node_size: int
+    item_bytes: int
+    """Bytes of an element on the wire: the target's type."""
+    cap_bytes: int
+    rounds: int
+    moves: Table
+    """Between ranks, sorted by (src, dst); the rows of one pair are its stream."""
+    local: Table
+    """Copies within a rank."""
+    stream_start: Ints
+    """First row of each stream, and the number of rows at the end."""
+    parts: Ints
+    """[streams] rounds that a stream takes part in, consecutive from `phase` modulo rounds."""
+    phase: Ints
+
+    def fragments(self, rank: int | None = None) -> tuple[Ints, Table]:
+        """(round, row) of everything that `rank` (None: any rank) sends or receives, in the order of the buffers."""
+        moves, streams = self.moves, np.arange(len(self.parts))
+        if rank is not None:
+            first = self.stream_start[:-1]
+            streams = np.flatnonzero((moves.src[first] == rank) | (moves.dst[first] == rank))
+        rows, stream = _expand(self.stream_start[streams], self.stream_start[streams + 1])
+        size = moves.size[rows] if rank is None else sizes(moves.box[rows])
+        row, part, box = _slices(moves.box[rows], size, stream, self.parts[streams])
+        number = (self.phase[streams][stream[row]] + part) % self.rounds
+        order = np.argsort(number, kind="stable")
+        return number[order], moves.take(rows[row[order]], box[order])
+
+    def peak_bytes(self, rank: int) -> tuple[int, int]:
+        """(sent, received) bytes of `rank` in its fullest round: the sizes of its buffers."""
+        number, table = self.fragments(rank)
+        sides = []
+        for side in (table.src, table.dst):
+            mine = side == rank
+            load = np.bincount(number[mine], weights=table.size[mine], minlength=1)
+            sides.append(int(load.max()) * self.item_bytes)
+        return sides[0], sides[1]
+
+    @property
+    def digest(self) -> str:
+        """Equal plans have equal digests, whatever process made them."""
+        state = hashlib.blake2b(digest_size=16)
+        state.update(repr((self.kinds, self.world, self.item_bytes, self.rounds)).encode())
+        for table in (self.moves, self.local):
+            for field in fields(table):
+                state.update(np.ascontiguousarray(getattr(table, field.name), dtype="<i8").tobytes())
+        for array in (self.stream_start, self.parts, self.phase):
+            state.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+        return state.hexdigest()
+
+
+def plan(
+    source: Layout, target: Layout, node_size: int = 8, cap_bytes: int = 256 << 20, partial: bool = False
+) -> Plan:
+    """Moves that write every element of `target` once, from `source`, on the same ranks.
+
+    No rank sends or receives more than `cap_bytes` in a round. With `partial` target boxes that the source does not
+    cover are left alone, else they are a ValueError that names tensor and box.
+    """
+    if source.world != target.world:
+        raise ValueError(f"{source.name} is on {source.world} ranks, {target.name} on {target.world}")
+    kinds = tuple(target.kinds.values())
+    found, source_boxes, target_boxes = [], [], []
+    for number, kind in enumerate(kinds):
+        if source.kinds.get(kind.name, kind) != kind:
+            raise ValueError(f"{kind.name}: {source.name} has {source.kinds[kind.name]}, {target.name} has {kind}")
+        held, needed = source.table.get(kind.name, {}), target.table[kind.name]
+        match = _match(held, needed)
+        if _overlaps(match, needed):
+            held = _atoms(held)
+            match = _match(held, needed)
+        if not partial:
+            _require_cover(kind, match, needed, source, target)
+        found.append(_choose(number, match, list(held.values()), list(needed.values()), source.world, node_size))
+        source_boxes.append(tuple(held))
+        target_boxes.append(tuple(needed))
+    rows = Table(*(np.concatenate([getattr(t, f.name) for t in found]) for f in fields(Table)))
+    rows = rows.take(np.argsort(rows.src * source.world + rows.dst, kind="stable"))
+    moves, local = rows.take(rows.src != rows.dst), rows.take(rows.src == rows.dst)
+    item_bytes = ITEM_BYTES[target.dtype]
+    start, rounds, parts, phase = _schedule(moves, source.world, cap_bytes // item_bytes)
+    return Plan(
+        kinds=kinds,
+        source_boxes=tuple(source_boxes),
+        target_boxes=tuple(target_boxes),
+        world=source.world,
+        node_size=node_size,
+        item_bytes=item_bytes,
+        cap_bytes=cap_bytes,
+        rounds=rounds,
+        moves=moves,
+        local=local,
+        stream_start=start,
+        parts=parts,
+        phase=phase,
+    )
+
+
+def sizes(boxes: Ints) -> Ints:
+    """Elements of each of `boxes` [n, 4, 2]."""
+    return (boxes[:, :, 1] - boxes[:, :, 0]).prod(axis=1)
+
+
+# Match
+
+
+@dataclass(frozen=True)
+class _Match:
+    source: Ints
+    target: Ints
+    box: Ints
+
+
+def _array(boxes: Sequence[Box] | dict[Box, tuple[int, ...]]) -> Ints:
+    return np.array(list(boxes), dtype=np.int64).reshape(-1, 4, 2)
+
+
+def _match(held: dict[Box, tuple[int, ...]], needed: dict[Box, tuple[int, ...]], chunk: int = 1 << 20) -> _Match:
+    """Common boxes of all pairs, in the order (target, source)."""
+    a, b = _array(held), _array(needed)
+    parts = []
+    step = max(1, chunk // max(1, len(a)))
+    for first in range(0, len(b), step):
+        block = b[first : first + step]
+        hit = np.ones((len(block), len(a)), dtype=bool)
+        for axis in range(4):
+            hit &= np.maximum(block[:, None, axis, 0], a[None, :, axis, 0]) < np.minimum(
+                block[:, None, axis, 1], a[None, :, axis, 1]
+            )
+        parts.append(np.argwhere(hit) + (first, 0))
+    pairs = np.concatenate(parts) if parts else np.zeros((0, 2), dtype=np.int64)
+    target, source = pairs[:, 0], pairs[:, 1]
+    lo = np.maximum(a[source, :, 0], b[target, :, 0])
+    hi = np.minimum(a[source, :, 1], b[target, :, 1])
+    return _Match(source, target, np.stack([lo, hi], axis=2))
+
+
+def _covered(match: _Match, count: int) -> Ints:
+    total = np.zeros(count, dtype=np.int64)
+    np.add.at(total, match.target, sizes(match.box))
+    return total
+
+
+def _overlaps(match: _Match, needed: dict[Box, tuple[int, ...]]) -> bool:
+    return bool((_covered(match, len(needed)) > sizes(_array(needed))).any())
+
+
+def _atoms(held: dict[Box, tuple[int, ...]]) -> dict[Box, tuple[int, ...]]:
+    """Boxes cut wherever any of them begins or ends, so that no two overlap; their holders joined."""
+    cuts = [sorted({edge for box in held for edge in box[axis]}) for axis in range(4)]
+    holders: dict[Box, set[int]] = {}
+    for box, ranks in held.items():
+        inside = [[c for c in cuts[axis] if lo <= c <= hi] for axis, (lo, hi) in enumerate(box)]
+        spans = [list(zip(edges, edges[1:], strict=False)) for edges in inside]
+        for index in np.ndindex(*(len(span) for span in spans)):
+            atom = tuple(span[i] for span, i in zip(spans, index, strict=True))
+            holders.setdefault(atom, set()).update(ranks)  # type: ignore[arg-type]
+    return {box: tuple(sorted(ranks)) for box, ranks in holders.items()}
+
+
+def _require_cover(
+    kind: Kind, match: _Match, needed: dict[Box, tuple[int, ...]], source: Layout, target: Layout
+) -> None:
+    covered = _covered(match, len(needed))
+    for (box, ranks), have in zip(needed.items(), covered, strict=True):
+        if have != elements(box):
+            name = kind.tensor_name(box[0][0], box[1][0])
+            raise ValueError(
+                f"reshard: {kind.name} ({name} and on): box {box} of {target.name}, needed by ranks "
+                f"{list(ranks)[:8]}, has {have} of {elements(box)} elements in {source.name}"
+            )
+
+
+# Choose
+
+
+def _choose(
+    number: int, match: _Match, holders: list[tuple[int, ...]], needers: list[tuple[int, ...]], world: int, node: int
+) -> Table:
+    """Rows of one kind: every (common box, needer) with its source ranks."""
+    if not len(match.source):
+        empty = np.zeros(0, dtype=np.int64)
+        return Table(empty, match.box, empty, empty, empty, empty)
+    flat = np.array([rank for ranks in holders for rank in ranks], dtype=np.int64)
+    start = np.cumsum([0, *(len(ranks) for ranks in holders)])
+    keys = np.repeat(np.arange(len(holders)), np.diff(start)) * world + flat
+    pair, dst = _needers(match, needers)
+    base = match.source[pair] * world
+    lo = np.searchsorted(keys, base + dst)
+    local = keys[np.minimum(lo, len(keys) - 1)] == base + dst
+    node_start = dst // node * node
+    near_lo = np.searchsorted(keys, base + node_start)
+    near_hi = np.searchsorted(keys, base + np.minimum(node_start + node, world))
+    near = near_lo < near_hi
+    first = np.where(local, lo, np.where(near, near_lo, start[match.source[pair]]))
+    last = np.where(local, lo + 1, np.where(near, near_hi, start[match.source[pair] + 1]))
+    # Demand within a node and demand from other nodes are levelled separately.
+    group = (first * (len(flat) + 1) + last) * 2 + near
+    order = np.lexsort((match.target[pair], dst, group))
+    pair, dst, group, first, last = (x[order] for x in (pair, dst, group, first, last))
+    row, holder, box = _share(match.box[pair], group, last - first)
+    pair, dst = pair[row], dst[row]
+    src = flat[first[row] + holder]
+    return Table(np.full(len(row), number), box, src, dst, match.source[pair], match.target[pair])
+
+
+def _needers(match: _Match, needers: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
+    """(row of match, rank) for every rank that needs it."""
+    start = np.cumsum([0, *(len(ranks) for ranks in needers)])
+    flat = np.array([rank for ranks in needers for rank in ranks], dtype=np.int64)
+    index, pair = _expand(start[match.target], start[match.target + 1])
+    return pair, flat[index]
+
+
+def _share(box: Ints, group: Ints, holders: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut the line of each group's boxes into equal shares, one a holder: (row, holder, part of the row's box)."""
+    size = sizes(box)
+    begin = np.flatnonzero(np.diff(group, prepend=-1))
+    index = np.repeat(np.arange(len(begin)), np.diff(np.append(begin, len(group))))
+    return _cut(box, size, index, holders[begin], FINE_SHARE)
+
+
+# Schedule
+
+
+def _schedule(moves: Table, world: int, cap: int) -> tuple[Ints, int, Ints, Ints]:
+    """(stream starts, rounds, parts, phase); `cap` in elements. A round's load counts the coarseness of its cuts."""
+    pair = moves.src * world + moves.dst
+    begin = np.flatnonzero(np.diff(pair, prepend=-1))
+    start = np.append(begin, len(moves))
+    if not len(begin):
+        return start, 1, begin, begin
+    total = np.add.reduceat(moves.size, begin)
+    src, dst = moves.src[begin], moves.dst[begin]
+    peak = max(int(np.bincount(side, weights=total).max()) for side in (src, dst))
+    width = moves.box[:, 3, 1] - moves.box[:, 3, 0]
+    quantum = max(cap // MESSAGES_PER_CAP, 1)
+    if int(width.max()) * 2 > cap:
+        raise ValueError(f"cap of {cap} elements holds less than two rows of {int(width.max())}; raise cap_bytes")
+    rounds = max(1, -(-peak // cap))
+    while True:
+        parts = np.minimum(rounds, -(-total // quantum))
+        phase = (np.cumsum(parts) - parts) % rounds
+        index = np.repeat(np.arange(len(begin)), np.diff(start))
+        grain = _grain(moves.box, total[index], parts[index], FINE) * width
+        slack = np.where(parts > 1, np.maximum.reduceat(grain, begin), 0)
+        if rounds == 1 or _peak_load(src, dst, -(-total // parts) + slack, parts, phase, rounds, world) <= cap:
+            return start, rounds, parts, phase
+        rounds += max(1, rounds // 32)
+
+
+def _peak_load(src: Ints, dst: Ints, each: Ints, parts: Ints, phase: Ints, rounds: int, world: int) -> int:
+    """Most elements that any rank may send or receive in any round."""
+    always = parts == rounds
+    some = np.flatnonzero(~always)
+    part, stream = _expand(np.zeros(len(some), dtype=np.int64), parts[some])
+    number = (phase[some][stream] + part) % rounds
+    peak = 0
+    for side in (src, dst):
+        steady = np.bincount(side[always], weights=each[always], minlength=world)
+        cell = side[some][stream] * rounds + number
+        load = np.bincount(cell, weights=each[some][stream], minlength=world * rounds).reshape(world, rounds)
+        peak = max(peak, int((load + steady[:, None]).max()))
+    return peak
+
+
+def _slices(box: Ints, size: Ints, stream: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
+    return _cut(box, size, stream, parts, FINE)
+
+
+# Cuts
+
+
+def _grain(box: Ints, total: Ints, parts: Ints, fine: int) -> Ints:
+    """Rows that stay together: a unit where `fine` of them fit a part, else one."""
+    rows = box[:, 2, 1] - box[:, 2, 0]
+    width = box[:, 3, 1] - box[:, 3, 0]
+    return np.where(rows * width * parts * fine <= total, rows, 1)
+
+
+def _cut(box: Ints, size: Ints, line: Ints, parts: Ints, fine: int) -> tuple[Ints, Ints, Ints]:
+    """Lay boxes on lines, one after another, and cut line i into parts[i] of equal length at row boundaries.
+
+    `line` [n] ascends. Returns (row, part, box) of each fragment, in the order of the line.
+    """
+    if not len(box):
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), box
+    begin = np.flatnonzero(np.diff(line, prepend=-1))
+    end = np.cumsum(size)
+    total = np.add.reduceat(size, begin)[line]
+    low = end - size - (end[begin] - size[begin])[line]
+    high, count = low + size, parts[line]
+    first = ((low + 1) * count - 1) // total
+    part, row = _expand(first, (high * count - 1) // total + 1)
+    cut = np.maximum(part * total[row] // count[row], low[row]) - low[row]
+    stop = np.minimum((part + 1) * total[row] // count[row], high[row]) - low[row]
+    width = box[row, 3, 1] - box[row, 3, 0]
+    atom = _grain(box[row], total[row], count[row], fine)
+    cut = cut // (width * atom) * atom
+    stop = np.where(stop == size[row], size[row] // width, stop // (width * atom) * atom)
+    index, pieces = _carve(box[row], cut, stop)
+    return row[index], part[index], pieces
+
+
+def _carve(box: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+    """Rows [lo, hi) of boxes, counted in the order (layer, unit, row), as boxes: at most five each.
+
+    a0 rows a1 units a2 layers a3 units a4 rows a5
+    """
+    extent = box[:, :, 1] - box[:, :, 0]
+    unit, layer = extent[:, 2], extent[:, 1] * extent[:, 2]
+    a1 = np.minimum(hi, -(-lo // unit) * unit)
+    a2 = np.maximum(a1, np.minimum(-(-a1 // layer) * layer, hi // unit * unit))
+    a3 = np.maximum(a2, hi // layer * layer)
+    a4 = np.maximum(a3, hi // unit * unit)
+    edges = np.stack([lo, a1, a2, a3, a4, hi], axis=1)
+    keep = edges[:, :-1] < edges[:, 1:]
+    index, segment = np.nonzero(keep)
+    begin, length = edges[index, segment], edges[index, segment + 1] - edges[index, segment]
+    unit, layer = unit[index], layer[index]
+    out = box[index].copy()
+    by_layer, by_row = segment == 2, (segment == 0) | (segment == 4)
+    out[:, 0, 0] += begin // layer
+    out[:, 0, 1] = np.where(by_layer, out[:, 0, 0] + length // layer, out[:, 0, 0] + 1)
+    at = out[:, 1, 0] + begin % layer // unit
+    out[:, 1, 0] = np.where(by_layer, out[:, 1, 0], at)
+    out[:, 1, 1] = np.where(by_layer, out[:, 1, 1], at + np.where(by_row, 1, length // unit))
+    at = out[:, 2, 0] + begin % unit
+    out[:, 2, 0] = np.where(by_row, at, out[:, 2, 0])
+    out[:, 2, 1] = np.where(by_row, at + length, out[:, 2, 1])
+    return index, out
+
+
+def _expand(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """All integers of the ranges [start, stop) one after another, and which range each comes from."""
+    count = stop - start
+    which = np.repeat(np.arange(len(count)), count)
+    return np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + start[which], which
