@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel.device import Device
 from parallel.layout import Box, Layout, Piece, elements
 from parallel.reshard_plan import Plan
 
@@ -71,12 +72,12 @@ class Resharder:
         group: dist.ProcessGroup | None,
         source: Layout,
         target: Layout,
-        device: torch.device | str = "cpu",
+        device: Device,
     ):
         self.plan, self.rank, self.group = plan, rank, group
         self.source, self.target = source, target
         self.dtype = getattr(torch, target.dtype)
-        assert plan.world == source.world == target.world, (plan.world, source.world, target.world)
+        assert plan.world == source.world == target.world
         if group is not None and dist.get_world_size(group) != plan.world:
             raise ValueError(f"plan for {plan.world} ranks, group of {dist.get_world_size(group)}")
         finder = _Finder(plan, rank, source, target)
@@ -85,7 +86,7 @@ class Resharder:
         sizes = [max((sum(r.send_splits) for r in self.rounds), default=0)]
         sizes.append(max((sum(r.receive_splits) for r in self.rounds), default=0))
         slots = min(2, len(self.rounds))
-        self.slots = [[torch.empty(n, dtype=self.dtype, device=device) for n in sizes] for _ in range(slots)]
+        self.slots = [[torch.empty(n, dtype=self.dtype, device=device.torch) for n in sizes] for _ in range(slots)]
 
     @torch.no_grad()
     def run(self, source: Stores, target: Stores) -> None:

@@ -21,16 +21,15 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from parallel.layout import Box, Kind, Layout, elements
+from parallel.reshard_cuts import Ints, cut, expand, grain, sizes
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MESSAGES_PER_CAP = 128
 """Streams shorter than rounds x cap / this are sent in fewer, longer messages."""
-FINE = 16
+UNITS_PER_ROUND = 16
 """A unit is an atom of rounds when at least this many fit the share of a stream that a round carries."""
-FINE_SHARE = 64
+UNITS_PER_HOLDER = 64
 """The same for cuts between holders, which decide how level egress is."""
-
-Ints = np.ndarray
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,8 @@ class Plan:
         if rank is not None:
             first = self.stream_start[:-1]
             streams = np.flatnonzero((moves.src[first] == rank) | (moves.dst[first] == rank))
-        rows, stream = _expand(self.stream_start[streams], self.stream_start[streams + 1])
-        size = moves.size[rows] if rank is None else sizes(moves.box[rows])
-        row, part, box = _slices(moves.box[rows], size, stream, self.parts[streams])
+        rows, stream = expand(self.stream_start[streams], self.stream_start[streams + 1])
+        row, part, box = cut(moves.box[rows], stream, self.parts[streams], UNITS_PER_ROUND)
         number = (self.phase[streams][stream[row]] + part) % self.rounds
         order = np.argsort(number, kind="stable")
         return number[order], moves.take(rows[row[order]], box[order])
@@ -115,9 +113,7 @@ class Plan:
         return state.hexdigest()
 
 
-def plan(
-    source: Layout, target: Layout, node_size: int = 8, cap_bytes: int = 256 << 20, partial: bool = False
-) -> Plan:
+def plan(source: Layout, target: Layout, node_size: int = 8, cap_bytes: int = 256 << 20, partial: bool = False) -> Plan:
     """Moves that write every element of `target` once, from `source`, on the same ranks.
 
     No rank sends or receives more than `cap_bytes` in a round. With `partial` target boxes that the source does not
@@ -160,11 +156,6 @@ def plan(
         parts=parts,
         phase=phase,
     )
-
-
-def sizes(boxes: Ints) -> Ints:
-    """Elements of each of `boxes` [n, 4, 2]."""
-    return (boxes[:, :, 1] - boxes[:, :, 0]).prod(axis=1)
 
 
 # Match
@@ -274,16 +265,15 @@ def _needers(match: _Match, needers: list[tuple[int, ...]]) -> tuple[Ints, Ints]
     """(row of match, rank) for every rank that needs it."""
     start = np.cumsum([0, *(len(ranks) for ranks in needers)])
     flat = np.array([rank for ranks in needers for rank in ranks], dtype=np.int64)
-    index, pair = _expand(start[match.target], start[match.target + 1])
+    index, pair = expand(start[match.target], start[match.target + 1])
     return pair, flat[index]
 
 
 def _share(box: Ints, group: Ints, holders: Ints) -> tuple[Ints, Ints, Ints]:
     """Cut the line of each group's boxes into equal shares, one a holder: (row, holder, part of the row's box)."""
-    size = sizes(box)
     begin = np.flatnonzero(np.diff(group, prepend=-1))
     index = np.repeat(np.arange(len(begin)), np.diff(np.append(begin, len(group))))
-    return _cut(box, size, index, holders[begin], FINE_SHARE)
+    return cut(box, index, holders[begin], UNITS_PER_HOLDER)
 
 
 # Schedule
@@ -308,8 +298,8 @@ def _schedule(moves: Table, world: int, cap: int) -> tuple[Ints, int, Ints, Ints
         parts = np.minimum(rounds, -(-total // quantum))
         phase = (np.cumsum(parts) - parts) % rounds
         index = np.repeat(np.arange(len(begin)), np.diff(start))
-        grain = _grain(moves.box, total[index], parts[index], FINE) * width
-        slack = np.where(parts > 1, np.maximum.reduceat(grain, begin), 0)
+        grains = grain(moves.box, total[index], parts[index], UNITS_PER_ROUND) * width
+        slack = np.where(parts > 1, np.maximum.reduceat(grains, begin), 0)
         if rounds == 1 or _peak_load(src, dst, -(-total // parts) + slack, parts, phase, rounds, world) <= cap:
             return start, rounds, parts, phase
         rounds += max(1, rounds // 32)
@@ -319,7 +309,7 @@ def _peak_load(src: Ints, dst: Ints, each: Ints, parts: Ints, phase: Ints, round
     """Most elements that any rank may send or receive in any round."""
     always = parts == rounds
     some = np.flatnonzero(~always)
-    part, stream = _expand(np.zeros(len(some), dtype=np.int64), parts[some])
+    part, stream = expand(np.zeros(len(some), dtype=np.int64), parts[some])
     number = (phase[some][stream] + part) % rounds
     peak = 0
     for side in (src, dst):
@@ -328,77 +318,3 @@ def _peak_load(src: Ints, dst: Ints, each: Ints, parts: Ints, phase: Ints, round
         load = np.bincount(cell, weights=each[some][stream], minlength=world * rounds).reshape(world, rounds)
         peak = max(peak, int((load + steady[:, None]).max()))
     return peak
-
-
-def _slices(box: Ints, size: Ints, stream: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
-    return _cut(box, size, stream, parts, FINE)
-
-
-# Cuts
-
-
-def _grain(box: Ints, total: Ints, parts: Ints, fine: int) -> Ints:
-    """Rows that stay together: a unit where `fine` of them fit a part, else one."""
-    rows = box[:, 2, 1] - box[:, 2, 0]
-    width = box[:, 3, 1] - box[:, 3, 0]
-    return np.where(rows * width * parts * fine <= total, rows, 1)
-
-
-def _cut(box: Ints, size: Ints, line: Ints, parts: Ints, fine: int) -> tuple[Ints, Ints, Ints]:
-    """Lay boxes on lines, one after another, and cut line i into parts[i] of equal length at row boundaries.
-
-    `line` [n] ascends. Returns (row, part, box) of each fragment, in the order of the line.
-    """
-    if not len(box):
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), box
-    begin = np.flatnonzero(np.diff(line, prepend=-1))
-    end = np.cumsum(size)
-    total = np.add.reduceat(size, begin)[line]
-    low = end - size - (end[begin] - size[begin])[line]
-    high, count = low + size, parts[line]
-    first = ((low + 1) * count - 1) // total
-    part, row = _expand(first, (high * count - 1) // total + 1)
-    cut = np.maximum(part * total[row] // count[row], low[row]) - low[row]
-    stop = np.minimum((part + 1) * total[row] // count[row], high[row]) - low[row]
-    width = box[row, 3, 1] - box[row, 3, 0]
-    atom = _grain(box[row], total[row], count[row], fine)
-    cut = cut // (width * atom) * atom
-    stop = np.where(stop == size[row], size[row] // width, stop // (width * atom) * atom)
-    index, pieces = _carve(box[row], cut, stop)
-    return row[index], part[index], pieces
-
-
-def _carve(box: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
-    """Rows [lo, hi) of boxes, counted in the order (layer, unit, row), as boxes: at most five each.
-
-    a0 rows a1 units a2 layers a3 units a4 rows a5
-    """
-    extent = box[:, :, 1] - box[:, :, 0]
-    unit, layer = extent[:, 2], extent[:, 1] * extent[:, 2]
-    a1 = np.minimum(hi, -(-lo // unit) * unit)
-    a2 = np.maximum(a1, np.minimum(-(-a1 // layer) * layer, hi // unit * unit))
-    a3 = np.maximum(a2, hi // layer * layer)
-    a4 = np.maximum(a3, hi // unit * unit)
-    edges = np.stack([lo, a1, a2, a3, a4, hi], axis=1)
-    keep = edges[:, :-1] < edges[:, 1:]
-    index, segment = np.nonzero(keep)
-    begin, length = edges[index, segment], edges[index, segment + 1] - edges[index, segment]
-    unit, layer = unit[index], layer[index]
-    out = box[index].copy()
-    by_layer, by_row = segment == 2, (segment == 0) | (segment == 4)
-    out[:, 0, 0] += begin // layer
-    out[:, 0, 1] = np.where(by_layer, out[:, 0, 0] + length // layer, out[:, 0, 0] + 1)
-    at = out[:, 1, 0] + begin % layer // unit
-    out[:, 1, 0] = np.where(by_layer, out[:, 1, 0], at)
-    out[:, 1, 1] = np.where(by_layer, out[:, 1, 1], at + np.where(by_row, 1, length // unit))
-    at = out[:, 2, 0] + begin % unit
-    out[:, 2, 0] = np.where(by_row, at, out[:, 2, 0])
-    out[:, 2, 1] = np.where(by_row, at + length, out[:, 2, 1])
-    return index, out
-
-
-def _expand(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """All integers of the ranges [start, stop) one after another, and which range each comes from."""
-    count = stop - start
-    which = np.repeat(np.arange(len(count)), count)
-    return np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + start[which], which

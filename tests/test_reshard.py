@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel.device import Device
 from parallel.family import ModelShape
 from parallel.grid import RolloutGrid, TrainGrid
 from parallel.layout import Layout
@@ -16,6 +17,8 @@ from parallel.reshard import Resharder, Stores, views
 from parallel.reshard_plan import plan
 from rollout.vllm_layout import vllm_layout
 from tests.ranks import run_ranks
+
+CPU = Device("cpu")
 
 
 def small_shape(moe: bool = True, **changes) -> ModelShape:
@@ -91,14 +94,14 @@ def test_one_rank_needs_no_group():
     shape = small_shape()
     source, target = megatron_layout(shape, TrainGrid(1)), vllm_layout(shape, RolloutGrid(1))
     stores = fresh(target, 0)
-    Resharder(plan(source, target), 0, None, source, target).run(expected(source, 0), stores)
+    Resharder(plan(source, target), 0, None, source, target, CPU).run(expected(source, 0), stores)
     assert differing(stores, expected(target, 0)) == []
 
 
 def test_missing_and_small_stores_are_named():
     shape = small_shape()
     source, target = megatron_layout(shape, TrainGrid(1)), vllm_layout(shape, RolloutGrid(1))
-    moved = Resharder(plan(source, target), 0, None, source, target)
+    moved = Resharder(plan(source, target), 0, None, source, target, CPU)
     stores = expected(source, 0)
     name = "0:decoder.layers.1.mlp.experts.weight1"
     small = {**stores, name: stores[name][:-1]}
@@ -115,14 +118,14 @@ def pairs_on_gloo(rank: int, world: int, moe: bool, cap: int) -> int:
     for source in train_layouts(shape, world).values():
         for target in rollout_layouts(shape, world).values():
             there = plan(source, target, node_size=2, cap_bytes=cap)
-            resharder = Resharder(there, rank, dist.group.WORLD, source, target)
+            resharder = Resharder(there, rank, dist.group.WORLD, source, target, CPU)
             stores = fresh(target, rank)
             for _ in range(2):
                 resharder.run(expected(source, rank), stores)
                 assert differing(stores, expected(target, rank)) == [], (source.name, target.name)
             back = plan(target, source, node_size=2, cap_bytes=cap)
             trained = fresh(source, rank)
-            Resharder(back, rank, dist.group.WORLD, target, source).run(stores, trained)
+            Resharder(back, rank, dist.group.WORLD, target, source, CPU).run(stores, trained)
             assert differing(trained, expected(source, rank)) == [], (target.name, source.name)
             count += there.rounds > 1
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ STANDARD_LIBRARY_ONLY = [f"launch/{name}.py" for name in ("config", "options", "
 PURE = [
     *STANDARD_LIBRARY_ONLY,
     *(f"parallel/{name}.py" for name in ("family", "grid", "layout", "megatron_layout", "reshard_plan", "packing")),
-    *("parallel/memory.py", "rollout/vllm_layout.py"),
+    *("parallel/memory.py", "parallel/reshard_cuts.py", "rollout/vllm_layout.py"),
     *("launch/plan.py", "launch/migrate.py"),
 ]
 ALLOWED_FROM_PARALLEL = {f"parallel.{name}" for name in ("device", "grid", "groups", "layout", "family")}
