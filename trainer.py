@@ -1,62 +1,55 @@
-"""The whole job: read inputs, build, loop. Trainer.step() reads as the algorithm.
+"""The whole job on one screen: build, loop, step(). Trainer.step() reads as the algorithm.
 
     generate -> score -> advantages -> [old log-probs] -> [reference log-probs] -> update -> reshard -> log
 
 One program text runs on every rank. After generation every rank holds the whole batch, so everything up to the packing
 plan is a pure function computed alike; rank 0 alone decides what depends on the clock or the disk. This is the only
-file that imports every folder, and it imports torch and the engines inside functions: --help answers at once.
+file that imports every folder. --help, --show and bad input are answered before torch and the engines are imported.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+
+from launch.inputs import Inputs, refuse, start
+
+if __name__ == "__main__":
+    STARTED = start(sys.argv[1:])
+
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from resource import RUSAGE_SELF, getrusage
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from launch import config as options
-from launch.config import Config
-from launch.inputs import Inputs, read_inputs
-
-if TYPE_CHECKING:
-    from launch.metrics import Metrics
-    from launch.runtime import RunDir, StopRequest
-    from launch.watchdog import Watchdog
-    from parallel.device import Device
-    from parallel.groups import Groups
-    from parallel.packing import Update
-    from reward.experience import Experience
-    from rollout.batch import Sample
-    from rollout.prompts import Prompt
-
-
-def main(argv: list[str]) -> int:
-    """Exit code of the job (see launch/runtime.py)."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        if (text := options.answer(argv)) is not None:
-            print(text)
-            return 0
-        config = options.load(argv)
-        inputs = read_inputs(config, world)
-    except ValueError as error:
-        return _refuse(error, rank)
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    return record(run)(config, inputs, rank, world)
-
-
-def _refuse(error: ValueError, rank: int) -> int:
-    """One message for all ranks: rank 0's; the others speak only if rank 0 found nothing and went on."""
-    if rank:
-        time.sleep(5)
-    print(f"error: {error}" if not rank else f"error on rank {rank}: {error}", file=sys.stderr)
-    return 2
+import reward
+from launch.config import Config, to_toml
+from launch.journal import Journal
+from launch.metrics import Metrics, add_agreement
+from launch.runtime import Exit, RunDir, StopRequest, setup_logging
+from launch.watchdog import Watchdog
+from parallel import hf, megatron_step
+from parallel.device import Device, pick
+from parallel.grid import RolloutGrid, TrainGrid
+from parallel.groups import Groups, make_groups
+from parallel.megatron_layout import megatron_layout
+from parallel.megatron_model import build, snapshot, swapped
+from parallel.micro_batches import MicroBatch, spread, unpack
+from parallel.packing import Update, plan_updates
+from parallel.phases import PhaseMachine
+from parallel.reshard import Resharder
+from parallel.reshard_plan import plan
+from reward.advantage import KLController, keep_groups
+from reward.experience import Experience
+from reward.loss import policy_loss
+from rollout.batch import Sample, gather, requests
+from rollout.engine import Engine
+from rollout.evaluate import evaluate
+from rollout.prompts import Prompt
 
 
 class Trainer:
@@ -72,15 +65,6 @@ class Trainer:
         stop: StopRequest,
         watchdog: Watchdog,
     ):
-        from parallel.reshard import Resharder
-        from parallel.reshard_plan import plan
-
-        from parallel import hf
-        from parallel.megatron_layout import megatron_layout
-        from parallel.megatron_model import build, snapshot
-        from parallel.phases import PhaseMachine
-        from reward.advantage import KLController
-        from rollout.engine import Engine
 
         self.config, self.inputs, self.device, self.groups = config, inputs, device, groups
         self.run_dir, self.stop, self.watchdog, self.phase = run_dir, stop, watchdog, watchdog.phase
@@ -109,6 +93,7 @@ class Trainer:
             "restore_training": lambda: None,
         }
         self.phases = PhaseMachine(moves, device.memory)
+        self.journal = Journal(config, run_dir, inputs.shape, device, groups.host, inputs.total_steps)
         self.draws = 0  # batches of prompts taken so far: more than steps with dynamic sampling
         self.surplus: list[Sample] = []
 
@@ -120,8 +105,6 @@ class Trainer:
 
     def step(self, step: int) -> None:
         """One step from prompts to metrics; starts and ends with the engine ready to generate."""
-        from launch.metrics import Metrics
-        from reward.experience import Experience
 
         started, metrics = time.monotonic(), Metrics()
         with self.phase("gen"):
@@ -142,11 +125,10 @@ class Trainer:
         if self.save_is_due(step):
             self.save(step)
         self.sync()
-        self.write(step, self.measure(step, batch, updates, metrics, time.monotonic() - started), batch)
+        self.log(step, batch, updates, metrics, time.monotonic() - started)
 
     def collect(self, step: int, metrics: Metrics) -> list[Sample]:
         """Scored samples of the step's prompts; with dynamic sampling, of prompts whose samples differ in score."""
-        from reward.advantage import keep_groups
 
         algorithm, wanted = self.config.algorithm, self.config.data.prompts_per_step
         kept, rounds, dropped = self.surplus, 0, 0
@@ -175,7 +157,6 @@ class Trainer:
 
     def sample(self, prompts: Sequence[Prompt], step: int, metrics: Metrics) -> list[Sample]:
         """Generate and score; every rank scores what its engine returned, then all ranks get all samples."""
-        from rollout.batch import gather, requests
 
         config, rollout = self.config, self.config.rollout
         sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p", "stop")}
@@ -190,7 +171,6 @@ class Trainer:
 
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> dict[str, tuple[float, float]]:
         """Write the reward rule's value into each sample; (sum, weight) of failures and parts."""
-        import reward
 
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         items = []
@@ -205,7 +185,6 @@ class Trainer:
         return reward.metrics(scores)
 
     def plan_updates(self, batch: Experience) -> list[Update]:
-        from parallel.packing import plan_updates
 
         train, grid = self.config.train, self.groups.train
         multiple = grid.pp if grid.vpp > 1 else 1
@@ -220,20 +199,21 @@ class Trainer:
         return algorithm.old_log_probs == "recompute" or (algorithm.old_log_probs == "auto" and bool(needed_first))
 
     def reference_log_probs(self, batch: Experience, updates: Sequence[Update]) -> list[np.ndarray]:
-        from parallel.megatron_model import swapped
 
         with swapped(self.model, self.reference):
             return self.log_probs(batch, updates)
 
+    def micro_batches(self, batch: Experience, update: Update, fields: dict[str, Any]) -> list[MicroBatch]:
+        """This rank's packed micro-batches of one mini-batch."""
+        mine = update.dealt[self.coord.dp]
+        return megatron_step.micro_batches(self.model, batch.sequences, batch.prompt_tokens, mine, fields)
+
     def log_probs(self, batch: Experience, updates: Sequence[Update]) -> list[np.ndarray]:
         """Log-probs of every response token of the batch, on every rank; packed as in the updates."""
-        from parallel.megatron_step import micro_batches, score
-        from parallel.micro_batches import spread, unpack
-
         mine: dict[int, np.ndarray] = {}
         for update in updates:
-            micro = micro_batches(self.model, batch.sequences, batch.prompt_tokens, update.dealt[self.coord.dp], {})
-            results = score(self.model, micro, self.config.rollout.temperature)
+            micro = self.micro_batches(batch, update, {})
+            results = megatron_step.score(self.model, micro, self.config.rollout.temperature)
             mine |= unpack(micro, [logprobs for logprobs, _ in results])
         tells = self.coord.tp == self.coord.cp == self.coord.pp == 0
         return spread(mine, batch.response_tokens, tells, self.groups.host)
@@ -248,35 +228,27 @@ class Trainer:
 
     def update(self, batch: Experience, updates: Sequence[Update], metrics: Metrics) -> None:
         """Optimizer steps over the mini-batches; the first pass also tells how far engine and trainer agree."""
-        from launch.metrics import add_agreement
-        from parallel.megatron_step import micro_batches, update
-        from parallel.micro_batches import unpack
-        from reward.loss import policy_loss
-
-        config = self.config
-        norm_tokens = config.algorithm.aggregation_norm_tokens or config.data.max_response_tokens
+        algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
+        norm_tokens = algorithm.aggregation_norm_tokens or self.config.data.max_response_tokens
         current: dict[int, np.ndarray] = {}
-        for epoch in range(config.train.epochs):
+        for epoch in range(self.config.train.epochs):
             for part in updates:
-                fields = batch.loss_fields(config.algorithm, part.indices, norm_tokens)
-                micro = micro_batches(
-                    self.model, batch.sequences, batch.prompt_tokens, part.dealt[self.coord.dp], fields
-                )
-                passed: list[Any] = []
-
-                def loss(logprobs: Any, entropy: Any, mb: Any, passed: list[Any] = passed) -> Any:
-                    passed.append(logprobs.detach())
-                    sums = mb.sequence_sums
-                    return policy_loss(
-                        config.algorithm, logprobs, entropy, mb.fields, mb.segments, mb.num_sequences, sums
-                    )
-
-                for name, (total, weight) in update(self.model, micro, loss, config.rollout.temperature, True).items():
-                    if not name.startswith(("training/rollout", "rollout_corr/k")):  # add_agreement has them, with max
+                micro = self.micro_batches(batch, part, batch.loss_fields(algorithm, part.indices, norm_tokens))
+                passed: list[Tensor] = []
+                loss = partial(self.loss, passed)
+                stats = megatron_step.update(self.model, micro, loss, temperature, entropy=True)
+                for name, (total, weight) in stats.items():
+                    if not name.startswith(("training/rollout", "rollout_corr/k")):  # add_agreement has these, with max
                         metrics.add_sum(name if "/" in name else f"actor/{name}", total, weight)
                 if epoch == 0 and passed:
                     current |= unpack(micro, passed)
         add_agreement(metrics, *self.agreement(batch, current))
+
+    def loss(self, passed: list[Tensor], logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> Any:
+        """(loss, stats) of one micro-batch; its log-probs are kept in `passed`."""
+        passed.append(logprobs.detach())
+        where = (micro.segments, micro.num_sequences, micro.sequence_sums)
+        return policy_loss(self.config.algorithm, logprobs, entropy, micro.fields, *where)
 
     def agreement(self, batch: Experience, current: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """(engine's, trainer's) log-probs [T] of the same tokens; one rank of each model replica tells them."""
@@ -301,10 +273,10 @@ class Trainer:
         """All steps; why the run stopped early, or None."""
         config, total = self.config, self.inputs.total_steps
         done = self.resume()
-        self.open_writers(done)
+        self.journal.open(done)
         self.sync()
         if config.eval.before_training and not done:
-            self.write(0, self.evaluate())
+            self.journal.write(0, self.evaluate())
         for step in range(done + 1, total + 1):
             if reason := self.stop.decide(self.groups.host):
                 self.phases.to_training()
@@ -318,7 +290,6 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Validation metrics; training goes on as if it had not happened."""
-        from rollout.evaluate import evaluate
 
         def answer(sample: Sample) -> str:
             return self.inputs.tokenizer.decode(sample.response, skip_special_tokens=True)
@@ -329,53 +300,15 @@ class Trainer:
                 self.engine, self.inputs.validation.values(), self.config, self.score, answer, self.groups.host
             )
 
-    def measure(
-        self, step: int, batch: Experience, updates: Sequence[Update], metrics: Metrics, seconds: float
-    ) -> dict[str, float]:
-        """Everything that is logged about a step; collective."""
-        from launch.metrics import GIB, add_timings, host_memory_used_gib
-        from launch.selfcheck import bounds, check_first_step
-        from launch.step_metrics import step_metrics
-
-        config, grid = self.config, self.groups.train
-        timings = self.watchdog.timings() | {"step": seconds}
-        add_timings(metrics, timings)
-        for key, value in self.device.memory().items():
-            if key in ("allocated", "reserved"):
-                metrics.add(f"perf/max_memory_{key}_gb", value / GIB, op="max")
-        metrics.add("perf/cpu_memory_used_gb", host_memory_used_gib(), op="max")
-        metrics.add("perf/rank_memory_gb", getrusage(RUSAGE_SELF).ru_maxrss / 2**20, op="max")
-        result = metrics.reduce(self.groups.host)
-        seconds_of = {name: result[f"timing_s/{name}"] for name in timings}
-        parts = [[i for update in updates for micro in update.dealt[rank] for i in micro] for rank in range(grid.dp)]
-        result |= step_metrics(config, self.inputs.shape, batch, parts, seconds_of, grid.world, self.device.name)
-        result |= {
-            "training/epoch": self.inputs.prompts.epoch_of(self.draws - 1),
-            "actor/kl_coef": config.algorithm.kl_loss,
-        }
-        if config.eval.every_steps and (step % config.eval.every_steps == 0 or step == self.inputs.total_steps):
+    def log(self, step: int, batch: Experience, updates: Sequence[Update], metrics: Metrics, seconds: float) -> None:
+        """Fold the metrics of all ranks, validate if it is time, write."""
+        every, total, ranks = self.config.eval.every_steps, self.inputs.total_steps, range(self.groups.train.dp)
+        partitions = [[i for update in updates for micro in update.dealt[rank] for i in micro] for rank in ranks]
+        result = self.journal.fold(step, batch, partitions, metrics, self.watchdog.timings() | {"step": seconds})
+        result["training/epoch"] = self.inputs.prompts.epoch_of(self.draws - 1)
+        if every and (step % every == 0 or step == total):
             result |= self.evaluate()
-        if step == 1 and config.runtime.self_check:
-            exact = self.device.kind == "cpu"
-            bound = config.runtime.self_check_probs_diff
-            check_first_step(result, bounds(config.rollout.dtype, exact, self.updates_per_rollout, bound))
-        return result
-
-    def open_writers(self, done: int) -> None:
-        """Rank 0's files; earlier metrics of steps that will be done again are dropped."""
-        from launch.writers import Writers
-
-        log = self.config.log
-        if self.rank == 0:
-            files = (log.tensorboard, log.samples_per_step, log.hook)
-            self.writers = Writers(self.run_dir.path, self.inputs.total_steps, done, asdict(self.config), *files)
-
-    def write(self, step: int, metrics: dict[str, float], batch: Experience | None = None) -> None:
-        if self.rank == 0:
-            self.writers.write(step, metrics)
-            if batch is not None:
-                decode = self.inputs.tokenizer.decode
-                self.writers.samples(step, batch.rows(decode, self.config.log.samples_per_step))
+        self.journal.write(step, result, batch, self.inputs.tokenizer.decode)
 
     def resume(self) -> int:
         return 0
@@ -390,17 +323,10 @@ class Trainer:
         """The last words of a run that did all its steps."""
         self.inputs.scorer.close()
         self.run_dir.status("finished", step=total, total=total)
-        if self.rank == 0:
-            print(self.writers.curve(), flush=True)
-            self.writers.close()
+        self.journal.close()
 
 
 def run(config: Config, inputs: Inputs, rank: int, world: int) -> int:
-    from launch.runtime import Exit, RunDir, StopRequest, setup_logging
-    from launch.watchdog import Watchdog
-    from parallel.device import pick
-    from parallel.grid import RolloutGrid, TrainGrid
-    from parallel.groups import make_groups
 
     started = time.time()
     train, rollout = config.train, config.rollout
@@ -409,9 +335,9 @@ def run(config: Config, inputs: Inputs, rank: int, world: int) -> int:
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", 0)))
     groups = make_groups(grid, RolloutGrid(world, rollout.tp, rollout.dp, rollout.expert_parallel), device)
     try:
-        opened = RunDir.open(config.run_dir, options.to_toml(config), rank, world, groups.host)
+        opened = RunDir.open(config.run_dir, to_toml(config), rank, world, groups.host)
     except ValueError as error:
-        return _refuse(error, rank)
+        return refuse(error, rank)
     with opened as run_dir:
         setup_logging(run_dir, started)
         stop = StopRequest(run_dir, config.runtime.time_limit_s, started)
@@ -424,8 +350,7 @@ def run(config: Config, inputs: Inputs, rank: int, world: int) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    code = main(sys.argv[1:])
+    code = record(run)(*STARTED)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the engines' libraries print pages about leaks when they are taken apart

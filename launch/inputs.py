@@ -1,13 +1,17 @@
 """Everything that a job reads before an engine starts, and refuses with one message: model files, tokenizer, prompts.
 
-Used by trainer.py and by tools that check a recipe. Imports of other folders are inside, so that the message comes fast.
+Used by trainer.py and by tools that check a recipe. Other folders are imported inside: the message comes fast.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from launch import config as options
 from launch.config import Config
 
 if TYPE_CHECKING:
@@ -56,3 +60,31 @@ def read_inputs(config: Config, world: int) -> Inputs:
         [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
         config.total_steps or steps,
     )
+
+
+def start(argv: list[str]) -> tuple[Config, Inputs, int, int]:
+    """(config, inputs, rank, world) of a command line; ends the process for --help, --show and bad input.
+
+    Without torchrun the job is one rank.
+    """
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in (alone if "RANK" not in os.environ else {}).items():
+        os.environ[name] = value
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        if (text := options.answer(argv)) is not None:
+            print(text)
+            sys.exit(0)
+        config = options.load(argv)
+        return config, read_inputs(config, world), rank, world
+    except ValueError as error:
+        sys.exit(refuse(error, rank))
+
+
+def refuse(error: ValueError, rank: int) -> int:
+    """Exit code of bad input, after one message: rank 0's. Others speak only if rank 0 found nothing and went on."""
+    if rank:
+        time.sleep(5)
+    print(f"error: {error}" if not rank else f"error on rank {rank}: {error}", file=sys.stderr)
+    return 2

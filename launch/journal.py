@@ -1,0 +1,99 @@
+"""What a step leaves behind: metrics of all ranks folded into one table, the first-step check, files, console, samples.
+
+Every rank calls `fold`, which is collective; rank 0 alone writes. Formulas: metrics.py; destinations: writers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from resource import RUSAGE_SELF, getrusage
+from typing import Any
+
+from launch import metrics as formulas
+from launch.config import Config
+from launch.metrics import Metrics
+from launch.runtime import RunDir
+from launch.selfcheck import bounds, check_first_step
+from launch.writers import Writers
+
+
+class Journal:
+    def __init__(self, config: Config, run_dir: RunDir, shape: Any, device: Any, group: Any, total_steps: int):
+        """`shape`: ModelShape; `device`: Device; `group`: the host group of all ranks."""
+        self.config, self.run_dir, self.shape, self.device, self.group = config, run_dir, shape, device, group
+        self.total_steps = total_steps
+        self.writers: Writers | None = None
+
+    def open(self, done: int) -> None:
+        """Open rank 0's files; earlier metrics of steps after `done`, which will be done again, are dropped."""
+        log = self.config.log
+        if self.run_dir.rank == 0:
+            chosen = (log.tensorboard, log.samples_per_step, log.hook)
+            self.writers = Writers(self.run_dir.path, self.total_steps, done, asdict(self.config), *chosen)
+
+    def fold(
+        self, step: int, batch: Any, partitions: Sequence[Sequence[int]], metrics: Metrics, timings: Mapping[str, float]
+    ) -> dict[str, float]:
+        """All metrics of a step. `batch`: the Experience; `partitions`: sequence numbers per data-parallel rank;
+        `timings`: seconds of this rank by phase, the whole step included. RuntimeError when step 1 fails its check.
+        """
+        config = self.config
+        formulas.add_timings(metrics, timings)
+        self._add_memory(metrics)
+        result = metrics.reduce(self.group)
+        seconds = {name: result[f"timing_s/{name}"] for name in timings}
+        result |= self._batch_metrics(batch, partitions, seconds)
+        result["actor/kl_coef"] = config.algorithm.kl_loss
+        if step == 1 and config.runtime.self_check:
+            updates = config.train.mini_batches * config.train.epochs
+            exact = self.device.kind == "cpu"
+            limits = bounds(config.rollout.dtype, exact, updates, config.runtime.self_check_probs_diff)
+            check_first_step(result, limits)
+        return result
+
+    def _batch_metrics(
+        self, batch: Any, partitions: Sequence[Sequence[int]], seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        data, world = self.config.data, self.run_dir.world
+        table = formulas.StepBatch(
+            prompt_ids=batch.prompt_ids,
+            prompt_tokens=batch.prompt_tokens,
+            response_tokens=batch.response_tokens,
+            truncated=batch.truncated,
+            scores=batch.scores,
+            rewards=batch.rewards,
+            advantages=batch.flat("advantage"),
+        )
+        result = formulas.seqlen_metrics(batch.lengths, partitions)
+        result |= formulas.critic_metrics(table)
+        result |= formulas.length_metrics(table, data.max_prompt_tokens, data.max_response_tokens)
+        result |= formulas.speed_metrics(table, seconds, world)
+        flops = formulas.train_flops(self.shape, batch.lengths) * self.config.train.epochs
+        peak = formulas.peak_flops(self.device.name)
+        result["perf/mfu/actor"] = formulas.mfu(flops, seconds.get("update_actor", 0.0), world, peak)
+        return result
+
+    def _add_memory(self, metrics: Metrics) -> None:
+        memory = self.device.memory()
+        for name in ("allocated", "reserved"):
+            metrics.add(f"perf/max_memory_{name}_gb", memory[name] / formulas.GIB, op="max")
+        metrics.add("perf/cpu_memory_used_gb", formulas.host_memory_used_gib(), op="max")
+        metrics.add("perf/rank_memory_gb", getrusage(RUSAGE_SELF).ru_maxrss * 1024 / formulas.GIB, op="max")
+
+    def write(
+        self, step: int, metrics: dict[str, float], batch: Any = None, decode: Callable[[Any], str] | None = None
+    ) -> None:
+        """Rank 0: one step to every destination, with samples as log.samples_per_step says."""
+        if self.writers is None:
+            return
+        self.writers.write(step, metrics)
+        if batch is not None and decode is not None:
+            self.writers.samples(step, batch.rows(decode, self.config.log.samples_per_step))
+            self.writers.histograms(step, {"response_length": batch.response_tokens, "rewards": batch.rewards})
+
+    def close(self) -> None:
+        """Rank 0: the reward curve of the whole run on the terminal."""
+        if self.writers is not None:
+            print(self.writers.curve(), flush=True)
+            self.writers.close()
