@@ -52,6 +52,10 @@ class Experience:
     def response_tokens(self) -> np.ndarray:
         return self.lengths - self.prompt_tokens
 
+    def flat(self, name: str) -> np.ndarray:
+        """One field over all response tokens [T], sequence after sequence."""
+        return np.concatenate(self.fields[name])
+
     def judge(
         self, algorithm: AlgorithmConfig, kl: KLController, max_response_tokens: int, seed: Sequence[int]
     ) -> float:
