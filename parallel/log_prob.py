@@ -73,13 +73,13 @@ class _LogProbs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for part in _chunks(hidden.size(0), ctx.chunk, weight.size(0)):
             x = _logits(hidden[part], weight, ctx.temperature)
-            p = (x - lse[part, None]).exp()
-            grad = p * -grad_logp[part, None]
+            scale = -grad_logp[part, None]
             if ctx.entropy:
-                grad -= grad_entropy[part, None] * p * (x - mean[part, None])
+                scale = scale - grad_entropy[part, None] * (x - mean[part, None])
+            grad = x.sub_(lse[part, None]).exp_().mul_(scale)  # in place: x is as large as all logits of the chunk
             mine, column = _own(labels[part], weight.size(0))
             grad.scatter_add_(-1, column, (grad_logp[part] * mine)[:, None])
-            grad = (grad / ctx.temperature).to(hidden.dtype)
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.t() @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None

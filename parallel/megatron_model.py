@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from launch.config import Config
 from parallel.device import Device
 from parallel.family import ModelShape
 from parallel.grid import TrainGrid, stage_layers
@@ -36,9 +37,6 @@ from parallel.megatron_options import (
     transformer_fields,
 )
 from parallel.megatron_spec import HiddenModel, block_spec, mark_parameters
-
-if TYPE_CHECKING:
-    from launch.config import Config
 
 
 @dataclass
@@ -208,7 +206,7 @@ def _connect(
     """Hooks through which Megatron's schedules reach DDP."""
     several = len(chunks) > 1
     tconfig.no_sync_func = [chunk.no_sync for chunk in chunks] if several else chunks[0].no_sync
-    if dconfig.overlap_grad_reduce and dconfig.align_param_gather is False:
+    if dconfig.overlap_grad_reduce:
         starts = [chunk.start_grad_sync for chunk in chunks]
         tconfig.grad_sync_func = starts if several else starts[0]
     # Losses arrive weighted, so nothing is divided by a number of tokens.
@@ -248,25 +246,29 @@ def _scheduler(optimizer: MegatronOptimizer, config: Config, total_steps: int) -
 
 def snapshot(model: TrainModel) -> list[Tensor]:
     """Host copy of all parameters of this rank, for `swapped`."""
-    return [_to_host(buffer.param_data) for buffer in model.buffers]
+    pinned = model.device.kind != "cpu"
+    hosts = [torch.empty(b.param_data.shape, dtype=b.param_data.dtype, pin_memory=pinned) for b in model.buffers]
+    for host, buffer in zip(hosts, model.buffers, strict=True):
+        host.copy_(buffer.param_data)
+    return hosts
 
 
 @contextlib.contextmanager
 def swapped(model: TrainModel, state: list[Tensor]) -> Iterator[None]:
-    """Parameters are `state` inside, and bit for bit what they were afterwards. The optimizer is not touched."""
-    live = snapshot(model)
+    """Parameters are `state` inside, and bit for bit what they were afterwards. The optimizer is not touched.
+
+    They change places: inside, `state` holds the live parameters, so that no third copy is needed.
+    """
+    _exchange(model, state)
     try:
-        _restore(model, state)
         yield
     finally:
-        _restore(model, live)
+        _exchange(model, state)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
-    return host.copy_(tensor)
-
-
-def _restore(model: TrainModel, state: list[Tensor]) -> None:
-    for buffer, values in zip(model.buffers, state, strict=True):
-        buffer.param_data.copy_(values)
+def _exchange(model: TrainModel, state: list[Tensor], block: int = 1 << 26) -> None:
+    for buffer, host in zip(model.buffers, state, strict=True):
+        for here, there in zip(buffer.param_data.split(block), host.split(block), strict=True):
+            held = here.clone()
+            here.copy_(there)
+            there.copy_(held)

@@ -6,22 +6,20 @@ Fields that we set ourselves are refused in [train.megatron], with the name of o
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import megatron.core
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
+from launch.config import Config, ConfigError, check_passthrough
 from parallel.device import Device
 from parallel.family import ModelShape
 from parallel.grid import TrainGrid
-
-if TYPE_CHECKING:
-    from launch.config import Config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -62,8 +60,14 @@ FIXED = {
     "moe_token_dispatcher_type": "always alltoall",
     "attention_dropout": "always 0",
     "hidden_dropout": "always 0",
-    "perform_initialization": "weights are loaded",
-    "check_for_nan_in_grad": "the update checks for it and names the parameter",
+    "perform_initialization": "always off: weights are loaded",
+    "deallocate_pipeline_outputs": "depends on the device: releasing them under gloo corrupts what is still being sent",
+    "overlap_p2p_comm": "depends on train.vpp",
+    "batch_p2p_comm": "depends on train.vpp",
+    "num_distributed_optimizer_instances": "always 1",
+    "use_megatron_fsdp": "not supported",
+    "mtp_num_layers": "not supported",
+    "check_for_nan_in_grad": "always checked: the update is skipped and the parameter named",
     "use_precision_aware_optimizer": "needs TransformerEngine's Adam, which is not used",
     "gradient_accumulation_fusion": "needs Apex or TransformerEngine",
     "masked_softmax_fusion": "needs Apex or TransformerEngine",
@@ -83,22 +87,16 @@ FIXED |= {name: "comes from the model's config.json" for name in SHAPE_FIELDS}
 def split_passthrough(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """[train.megatron] -> fields of (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig).
 
-    A name that several of them have goes to all. ValueError lists every unknown, owned or fixed name at once.
+    A name that several of them have goes to all. ConfigError (a ValueError) for unknown, owned and fixed names.
     """
-    classes = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-    fields = [{f.name for f in dataclasses.fields(c)} for c in classes]
-    problems = []
     for name in options:
-        if name in OURS:
-            problems.append(f"{name}: use {OURS[name]}")
-        elif name in FIXED:
-            problems.append(f"{name}: {FIXED[name]}")
-        elif not any(name in known for known in fields):
-            near = difflib.get_close_matches(name, set().union(*fields), 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            problems.append(f"{name}: no field of {', '.join(c.__name__ for c in classes)}{hint}")
-    if problems:
-        raise ValueError("[train.megatron] cannot set\n  " + "\n  ".join(problems))
+        if name in FIXED:
+            raise ConfigError(f"train.megatron.{name} is not free: {FIXED[name]}")
+    classes = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    fields = [{f.name: f.type for f in dataclasses.fields(c)} for c in classes]
+    merged = {**fields[2], **fields[1], **fields[0]}
+    upstream = f"megatron-core {megatron.core.__version__} {', '.join(c.__name__ for c in classes)}"
+    check_passthrough(options, merged, OURS, "train.megatron", upstream)
     transformer, optimizer, ddp = ({k: v for k, v in options.items() if k in known} for known in fields)
     return transformer, optimizer, ddp
 

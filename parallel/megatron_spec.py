@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
@@ -62,14 +63,23 @@ class StackedExperts(nn.Module):
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         self.weight1 = _parameter(config, num_local_experts, 2 * width, config.hidden_size)
         self.weight2 = _parameter(config, num_local_experts, config.hidden_size, width)
+        self.activation = _fused_swiglu if config.bias_activation_fusion else _swiglu
         for weight in (self.weight1, self.weight2):
             weight.tensor_model_parallel = True  # counted by every rank in the gradient norm
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """x [t, hidden] sorted by expert, probs [t]."""
-        gate, up = grouped_linear(x, self.weight1, tokens_per_expert).chunk(2, -1)
-        inner = (F.silu(gate) * up * probs.unsqueeze(-1)).to(x.dtype)
+        inner = self.activation(grouped_linear(x, self.weight1, tokens_per_expert), probs.unsqueeze(-1))
         return grouped_linear(inner, self.weight2, tokens_per_expert), None
+
+
+def _swiglu(both: Tensor, probs: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return (F.silu(gate) * up * probs).to(both.dtype)
+
+
+def _fused_swiglu(both: Tensor, probs: Tensor) -> Tensor:
+    return weighted_bias_swiglu_impl(both, None, probs)
 
 
 def _parameter(config: TransformerConfig, *sizes: int) -> nn.Parameter:

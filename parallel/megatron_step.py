@@ -117,8 +117,7 @@ def _run(model: TrainModel, batches: Sequence[MicroBatch], head: Callable[..., A
         return hidden, lambda output, non_loss_data=False: head(chunk, output, batch)
 
     several = len(model.chunks) > 1
-    if several and len(batches) % model.grid.pp:
-        raise ValueError(f"{len(batches)} micro-batches; train.vpp > 1 needs a multiple of train.pp = {model.grid.pp}")
+    _check_count(model, len(batches))
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in model.chunks] if several else iter(batches),
@@ -129,6 +128,17 @@ def _run(model: TrainModel, batches: Sequence[MicroBatch], head: Callable[..., A
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+
+
+def _check_count(model: TrainModel, count: int) -> None:
+    """Ranks with unequal numbers of micro-batches would wait for each other without end."""
+    extremes = torch.tensor([count, -count], device=model.device.torch)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    most, least = int(extremes[0]), -int(extremes[1])
+    if most != least or not count:
+        raise RuntimeError(f"between {least} and {most} micro-batches on the ranks; all need the same, at least 1")
+    if len(model.chunks) > 1 and count % model.grid.pp:
+        raise ValueError(f"{count} micro-batches; train.vpp > 1 needs a multiple of train.pp = {model.grid.pp}")
 
 
 def _head(
@@ -216,8 +226,9 @@ def _grad_norm(model: TrainModel) -> float:
 
 
 def _culprit(model: TrainModel) -> str:
-    """Names the first parameter with a non-finite gradient on this rank."""
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter.main_grad).all()):
-            return f"first in {name} on rank {dist.get_rank()}"
-    return f"none on rank {dist.get_rank()}"
+    """Names the first parameter with a non-finite gradient on each rank that has one (a collective)."""
+    bad = (name for name, p in model.named_parameters() if not bool(torch.isfinite(p.main_grad).all()))
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, next(bad, None))
+    named = [f"rank {rank}: {name}" for rank, name in enumerate(found) if name]
+    return "not finite: " + "; ".join(named[:8]) + (f" and on {len(named) - 8} more ranks" if len(named) > 8 else "")

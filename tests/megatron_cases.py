@@ -5,6 +5,7 @@ The reference is computed once in the test's process and read by the ranks from 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -21,6 +22,9 @@ from parallel.layout import Layout, Piece
 from parallel.packing import pack
 
 TEMPERATURE = 0.7
+SGD_LR = 0.1
+CLIP = 0.05
+ADAM = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 BASE = dict(
     hidden_size=64,
     intermediate_size=96,
@@ -110,6 +114,21 @@ def reference(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     return dict(logps=logps, entropies=entropies, loss=loss, grads=grads, norm=norm)
 
 
+def train_reference(model: Any, batch: dict[str, Any], steps: int, make: Any, clip: float) -> tuple[list[float], Any]:
+    """(losses, tensors afterwards) of `steps` updates in float64."""
+    model = copy.deepcopy(model)
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    optimizer = make([{"params": matrices}, {"params": plain, "weight_decay": 0.0}])
+    losses = []
+    for _ in range(steps):
+        losses.append(reference(model, batch)["loss"])
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return losses, hf_tensors({k: v.detach() for k, v in model.named_parameters()})
+
+
 def hf_tensors(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """transformers 5 fuses experts in memory; checkpoints hold one tensor per expert and projection."""
     out = {}
@@ -126,13 +145,17 @@ def hf_tensors(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return out
 
 
-def prepare(name: str, directory: Path, num: int = 11) -> Path:
-    """Write config.json and case.pt (weights, batch, reference) for `run_case`."""
+def prepare(name: str, directory: Path, num: int = 11, training: bool = False) -> Path:
+    """Write config.json and case.pt (weights, batch, reference) for `run_case`, with `training` for run_training."""
     directory.mkdir(parents=True, exist_ok=True)
     model = make_model(name, directory)
     batch = make_batch(BASE["vocab_size"], num)
     weights = hf_tensors({k: v.detach().float() for k, v in model.named_parameters()})
-    torch.save(dict(weights=weights, batch=batch, reference=reference(model, batch)), directory / "case.pt")
+    case = dict(weights=weights, batch=batch, reference=reference(model, batch))
+    if training:
+        _, case["sgd"] = train_reference(model, batch, 2, lambda groups: torch.optim.SGD(groups, SGD_LR), 0.0)
+        case["adam"], _ = train_reference(model, batch, 5, lambda groups: torch.optim.AdamW(groups, **ADAM), CLIP)
+    torch.save(case, directory / "case.pt")
     return directory
 
 
@@ -168,12 +191,14 @@ def make_config(layout: dict[str, Any], **train: Any) -> Any:
     from launch.config import Config, OptimizerConfig, TrainConfig
 
     keys = {f.name for f in dataclasses.fields(TrainConfig)}
-    options = {**{k: v for k, v in layout.items() if k in keys}, "dtype": "float32", "log_prob_chunk_tokens": 13}
+    options = {"dtype": "float32", "log_prob_chunk_tokens": 13} | {k: v for k, v in layout.items() if k in keys}
     optimizer = OptimizerConfig(**{"kind": "sgd", "clip_grad": 0.0, "weight_decay": 0.0, **train.pop("optimizer", {})})
     return Config(train=TrainConfig(**{**options, "lr": 0.0, "optimizer": optimizer, **train}))
 
 
-def build_case(directory: Path, layout: dict[str, Any], total_steps: int = 10, **train: Any) -> Any:
+def build_case(
+    directory: Path, layout: dict[str, Any], total_steps: int = 10, kind: str = "cpu", **train: Any
+) -> Any:
     """(model with the case's weights, layout object, case) on this rank, in fp32 unless told."""
     from parallel.megatron_layout import megatron_layout
     from parallel.megatron_model import build
@@ -184,7 +209,7 @@ def build_case(directory: Path, layout: dict[str, Any], total_steps: int = 10, *
     axes = {k: layout.get(k, 1) for k in ("tp", "pp", "vpp", "cp", "ep", "etp")}
     grid = TrainGrid(world, **axes, order=layout.get("order", "tp-cp-ep-dp-pp"))
     config = make_config(layout, **train)
-    model = build(shape, config, grid, Device("cpu"), total_steps)
+    model = build(shape, config, grid, Device(kind), total_steps)
     first, last = config.train.first_stage_layers, config.train.last_stage_layers
     table = megatron_layout(shape, grid, first, last, "float32")
     assert set(kinds(shape)) == set(table.kinds)
@@ -224,7 +249,7 @@ def grad_error(model: Any, table: Layout, grads: dict[str, torch.Tensor]) -> flo
     stores = {name: p.main_grad for name, p in model.named_parameters()}
     worst = 0.0
     for piece, layer, want in pieces_with_tensors(table, dist.get_rank(), grads):
-        got = view(stores[piece.store_name(layer)], piece)
+        got = view(stores[piece.store_name(layer)], piece).cpu()
         worst = max(worst, float((got - want).abs().max() / want.abs().max().clamp(min=1e-8)))
     return worst
 
@@ -257,14 +282,39 @@ def run_case(directory: Path, layout: dict[str, Any], budget: int = 128, minimum
     return errors
 
 
-def run_layouts(rank: int, cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[dict[str, float]]:
+def run_training(directory: Path, layout: dict[str, Any], budget: int = 128, minimum: int = 1) -> dict[str, float]:
+    """Errors of the parameters after 2 steps of SGD and of the losses of 5 clipped steps of AdamW."""
+    from parallel import megatron_step as step
+
+    model, table, case = build_case(directory, layout, lr=SGD_LR)
+    for _ in range(2):
+        step.update(model, make_micro_batches(model, case, budget, minimum), loss_fn, TEMPERATURE, True)
+    stores, errors = model.stores(), {"sgd": 0.0}
+    for piece, layer, want in pieces_with_tensors(table, dist.get_rank(), case["sgd"]):
+        errors["sgd"] = max(errors["sgd"], float((view(stores[piece.store_name(layer)], piece) - want).abs().max()))
+
+    adam = dict(kind="adam", clip_grad=CLIP, weight_decay=ADAM["weight_decay"], beta1=0.9, beta2=0.95)
+    model, table, case = build_case(directory, layout, lr=ADAM["lr"], optimizer=adam)
+    batches = make_micro_batches(model, case, budget, minimum)
+    losses = [step.update(model, batches, loss_fn, TEMPERATURE, True)["loss"][0] for _ in case["adam"]]
+    errors["adam"] = max(abs(a - b) for a, b in zip(losses, case["adam"], strict=True))
+    return errors
+
+
+def run_layouts(
+    rank: int, cases: list[tuple[str, dict[str, Any], dict[str, Any]]], kind: str = "cpu"
+) -> list[dict[str, float]]:
     """For run_ranks: each (case directory, layout, options of run_case) in one launch; errors are maxima over ranks."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group(Device(kind).backend)
     results = []
     for directory, layout, options in cases:
-        errors = run_case(Path(directory), layout, **options)
-        worst = torch.tensor(list(errors.values()), dtype=torch.float64)
+        options = dict(options)
+        train = options.pop("training", False)
+        errors = run_case(Path(directory), layout, kind=kind, **options)
+        if train:
+            errors |= run_training(Path(directory), layout, options.get("budget", 128), options.get("minimum", 1))
+        worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=Device(kind).torch)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         results.append(dict(zip(errors, worst.tolist(), strict=True)))
     dist.barrier()
