@@ -208,7 +208,8 @@ def check_case(seen, name):
     for kind in ("greedy", "sampled"):
         assert tokens(case[kind]) == tokens(reference[kind])
         for key, (_, logprobs, _, _) in case[kind].items():
-            assert np.abs(np.subtract(logprobs, reference[kind][key][1])).max() < 1e-5
+            # Logits of tens (wide random weights) in fp32, summed in another order; weights are compared bit for bit.
+            assert np.abs(np.subtract(logprobs, reference[kind][key][1])).max() < 5e-5
     assert tokens(case["static"]) == tokens(case["again"]) == tokens(case["sampled"])
     assert tokens(case["one"]) == {(0, 0): tokens(case["sampled"])[0, 0]} and case["none"] == {}
     assert tokens(case["changed"]) != tokens(case["greedy"]) == tokens(case["back"])
