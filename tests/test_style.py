@@ -17,15 +17,17 @@ from tests import areas
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("rollout", "parallel", "reward", "launch")
-STANDARD_LIBRARY_ONLY = [f"launch/{name}.py" for name in ("config", "options", "option_text", "checks")]
+STANDARD_LIBRARY_ONLY = [f"launch/{name}.py" for name in ("config", "options", "option_text", "checks", "shrink")]
 PURE = [
     *STANDARD_LIBRARY_ONLY,
     *(f"parallel/{name}.py" for name in ("family", "grid", "layout", "megatron_layout", "reshard_plan", "packing")),
-    *("parallel/memory.py", "parallel/reshard_cuts.py", "rollout/vllm_layout.py"),
-    *("launch/plan.py", "launch/migrate.py"),
+    *("parallel/memory.py", "parallel/reshard_cuts.py", "parallel/reshard_traffic.py", "rollout/vllm_layout.py"),
+    *(f"launch/{name}.py" for name in ("plan", "plan_job", "plan_search", "hardware", "migrate")),
 ]
 ALLOWED_FROM_PARALLEL = {f"parallel.{name}" for name in ("device", "grid", "groups", "layout", "family")}
-REACH_EVERYWHERE = {f"launch/{name}.py" for name in ("doctor", "plan", "convert", "bench", "inputs")}
+REACH_EVERYWHERE = {
+    f"launch/{name}.py" for name in ("doctor", "plan", "plan_job", "plan_search", "convert", "bench", "inputs")
+}
 MEGATRON = "parallel/megatron_"
 ONLY_IN = {
     "vllm": {f"rollout/{name}.py" for name in ("engine", "vllm_params", "vllm_cpu", "routes")},
