@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,29 +38,44 @@ def read_inputs(config: Config, world: int) -> Inputs:
     """ValueError with one message that names the file, row or option."""
     from launch.checks import check, check_model, check_world
     from parallel.family import model_shape, read_config
-    from parallel.hf import read_index
-    from reward import build
-    from rollout.prompts import PromptSet, load_tokenizer
 
     check(config)
     check_world(config, world)
     shape = model_shape(read_config(config.model.path), f"{config.model.path}/config.json")
     check_model(config, shape)
+
+    from parallel.hf import read_index  # what follows takes seconds to import
+    from reward import build
+    from rollout.prompts import PromptSet, load_tokenizer
+
     read_index(config.model.path, shape)
     tokenizer = load_tokenizer(config.model.path)
     prompts = PromptSet(config.data.train_files, tokenizer, config.data, config.seed)
     validation = {f: PromptSet([f], tokenizer, config.data, config.seed) for f in config.data.val_files}
-    sources = sorted({s for data in (prompts, *validation.values()) for s in data.sources})
+    sets = {", ".join(map(str, config.data.train_files)): prompts, **validation}
+    for files, data in sets.items():
+        _check_sources(config, files, data.sources)
     steps = prompts.steps_per_epoch(config.data.prompts_per_step) * config.total_epochs
     return Inputs(
         shape,
         tokenizer,
         prompts,
         validation,
-        build(config.reward, sources),
+        build(config.reward, {source for data in sets.values() for source in data.sources}),
         [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
         config.total_steps or steps,
     )
+
+
+def _check_sources(config: Config, files: str, sources: list[str]) -> None:
+    """Every data source needs a reward rule. ValueError names the files."""
+    from reward.rules import check_sources
+
+    try:
+        if not (config.reward.url or config.reward.function):
+            check_sources(sources)
+    except ValueError as error:
+        raise ValueError(f"{files}: column {config.data.source_key!r}: {error}") from None
 
 
 def start(argv: list[str]) -> tuple[Config, Inputs, int, int]:
@@ -72,6 +88,7 @@ def start(argv: list[str]) -> tuple[Config, Inputs, int, int]:
         os.environ[name] = value
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|vllm|transformers)\b")  # nothing that users can act on
     try:
         if (text := options.answer(argv)) is not None:
             print(text)

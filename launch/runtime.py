@@ -235,6 +235,7 @@ def setup_logging(run: RunDir, started: float | None = None) -> None:
     least = logging.INFO if run.rank == 0 else logging.WARNING
     ours = tuple(f"{name}." for name in OUR_LOGGERS)
     console.addFilter(lambda r: r.levelno >= (least if f"{r.name}.".startswith(ours) else logging.WARNING))
+    console.addFilter(lambda r: r.name != "py.warnings")  # the file has them
     root = logging.getLogger()
     for handler in (to_file, console):
         handler.setFormatter(formatter)
