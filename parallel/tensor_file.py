@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -176,7 +177,7 @@ class Hasher:
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def allocate(header: Header) -> dict[str, torch.Tensor]:
@@ -214,7 +215,7 @@ def read(file: Path, header: Header, stores: dict[str, torch.Tensor], hashed: bo
             on_host = store is not None and store.device.type == "cpu"
             host = store if on_host else torch.empty(entry.stop - entry.start, dtype=torch.uint8)
             stream.seek(header.size + entry.start)
-            for chunk in _fill(stream, host_bytes(host.detach()), file, name):
+            for chunk in _fill(stream, host_bytes(host), file, name):
                 if hasher:
                     hasher.add(chunk)
             if store is not None and not on_host:
@@ -252,18 +253,18 @@ def write(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_LIMIT:
         raise ValueError(f"{file}: a header of {len(text)} bytes is more than the {HEADER_LIMIT} that readers accept")
+    head = len(text).to_bytes(8, "little") + text
     hasher = Hasher()
-    with open(file, "wb", buffering=1 << 20) as stream:
-        head = len(text).to_bytes(8, "little") + text
-        stream.write(head)
-        hasher.add(head)
-        for name in order:
-            view = host_bytes(tensors[name].detach().contiguous().cpu())
-            for start in range(0, len(view), CHUNK):
-                stream.write(view[start : start + CHUNK])
-                hasher.add(view[start : start + CHUNK])
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with open(file, "wb", buffering=1 << 20) as stream:
+            for data in chain([memoryview(head)], (host_bytes(tensors[name].contiguous().cpu()) for name in order)):
+                for start in range(0, len(data), CHUNK):
+                    stream.write(data[start : start + CHUNK])
+                    hasher.add(data[start : start + CHUNK])
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:  # a failed write does not name its file
+        raise OSError(error.errno, error.strerror, str(file)) from error
     return hasher.size, hasher.finish(), hashlib.sha256(head).hexdigest()
 
 
