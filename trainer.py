@@ -16,9 +16,11 @@ from launch.inputs import Inputs, refuse, start
 if __name__ == "__main__":
     STARTED = start(sys.argv[1:])
 
+import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,20 +38,24 @@ from parallel import hf, megatron_step
 from parallel.device import Device, pick
 from parallel.grid import RolloutGrid, TrainGrid
 from parallel.groups import Groups, make_groups
+from parallel.keeper import Keeper
 from parallel.megatron_layout import megatron_layout
 from parallel.megatron_model import build, snapshot, swapped
 from parallel.micro_batches import MicroBatch, spread, unpack
 from parallel.packing import Update, plan_updates
 from parallel.phases import PhaseMachine
-from parallel.reshard import Resharder
-from parallel.reshard_plan import plan
+from parallel.reshard_golden import gather_full
+from parallel.weight_sync import WeightSync
 from reward.advantage import KLController, keep_groups
 from reward.experience import Experience
 from reward.loss import policy_loss
 from rollout.batch import Sample, gather, requests
+from rollout.collect import Collector
 from rollout.engine import Engine
 from rollout.evaluate import evaluate
 from rollout.prompts import Prompt
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -82,8 +88,9 @@ class Trainer:
             self.model.after_load()
         self.reference = snapshot(self.model) if algorithm.kl_loss or algorithm.kl_reward else None
         self.kl = KLController(algorithm.kl_reward, algorithm.kl_target, algorithm.kl_horizon)
-        weights = plan(self.layout, self.engine.layout, cap_bytes=config.rollout.sync_staging_mib << 20)
-        self.resharder = Resharder(weights, self.rank, groups.world, self.layout, self.engine.layout, device)
+        place = (self.rank, groups.world, device)
+        self.weights = WeightSync(self.layout, self.engine.layout, config.rollout, *place)
+        self.keeper = Keeper(config, self.model, self.layout, groups, inputs.total_steps)
         moves = {
             "wake_weights": self.engine.wake_weights,
             "reshard": self.reshard,
@@ -94,8 +101,7 @@ class Trainer:
         }
         self.phases = PhaseMachine(moves, device.memory)
         self.journal = Journal(config, run_dir, inputs.shape, device, groups.host, inputs.total_steps)
-        self.draws = 0  # batches of prompts taken so far: more than steps with dynamic sampling
-        self.surplus: list[Sample] = []
+        self.collector = Collector(inputs.prompts, config, keep_groups)
 
     @property
     def updates_per_rollout(self) -> int:
@@ -105,11 +111,12 @@ class Trainer:
 
     def step(self, step: int) -> None:
         """One step from prompts to metrics; starts and ends with the engine ready to generate."""
-
         started, metrics = time.monotonic(), Metrics()
         with self.phase("gen"):
-            samples = self.collect(step, metrics)
+            samples, sampling = self.collector.collect(partial(self.sample, step, metrics))
             self.phases.to_training()
+        for name, value in sampling.items():
+            metrics.add(name, value)
         batch = Experience.of(samples)
         updates = self.plan_updates(batch)
         if self.needs_old_pass:
@@ -122,40 +129,14 @@ class Trainer:
             self.judge(batch, step)
         with self.phase("update_actor"):
             self.update(batch, updates, metrics)
-        if self.save_is_due(step):
+        if self.keeper.is_due(step):
             self.save(step)
         self.sync()
-        self.log(step, batch, updates, metrics, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self.stop.observe(step_s=seconds)
+        self.log(step, batch, updates, metrics, seconds)
 
-    def collect(self, step: int, metrics: Metrics) -> list[Sample]:
-        """Scored samples of the step's prompts; with dynamic sampling, of prompts whose samples differ in score."""
-
-        algorithm, wanted = self.config.algorithm, self.config.data.prompts_per_step
-        kept, rounds, dropped = self.surplus, 0, 0
-        while True:
-            prompts = self.inputs.prompts.batch(self.draws, wanted)
-            self.draws, rounds = self.draws + 1, rounds + 1
-            samples = self.sample(prompts, step, metrics)
-            if not algorithm.dynamic_sampling:
-                return samples
-            keep = keep_groups([s.score for s in samples], [s.prompt_id for s in samples])
-            useful = [s for s, differs in zip(samples, keep, strict=True) if differs]
-            kept, dropped = kept + useful, dropped + len(prompts) - len({s.prompt_id for s in useful})
-            ids = sorted({s.prompt_id for s in kept})
-            if len(ids) >= wanted or rounds == algorithm.dynamic_sampling_max_rounds:
-                break
-        metrics.add("sampling/rounds", rounds)
-        metrics.add("sampling/dropped_groups", dropped)
-        if not ids or (len(ids) < wanted and algorithm.dynamic_sampling_at_limit == "stop"):
-            raise RuntimeError(
-                f"dynamic sampling: {len(ids)} of {wanted} prompts with differing scores after {rounds} rounds; raise "
-                "algorithm.dynamic_sampling_max_rounds, or let dynamic_sampling_at_limit = train use what exists"
-            )
-        used = set(ids[:wanted])
-        self.surplus = [s for s in kept if s.prompt_id not in used]
-        return [s for s in kept if s.prompt_id in used]
-
-    def sample(self, prompts: Sequence[Prompt], step: int, metrics: Metrics) -> list[Sample]:
+    def sample(self, step: int, metrics: Metrics, prompts: list[Prompt]) -> list[Sample]:
         """Generate and score; every rank scores what its engine returned, then all ranks get all samples."""
 
         config, rollout = self.config, self.config.rollout
@@ -261,8 +242,13 @@ class Trainer:
     # Weights, state, log
 
     def reshard(self) -> None:
-        if self.config.rollout.sync_weights or not self.draws:
-            self.resharder.run(self.model.stores(), self.engine.stores)
+        if self.weights.runs and not self.config.rollout.sync_weights:
+            return
+        if self.config.rollout.sync_plan == "golden":
+            group, device = self.groups.world, self.device
+            self.engine.load(gather_full(self.layout, self.model.stores(), self.rank, group, device))
+        else:
+            self.weights.run(self.model.stores(), self.engine.stores)
 
     def sync(self) -> None:
         """New weights into the engine, which is then ready to generate."""
@@ -281,6 +267,7 @@ class Trainer:
             if reason := self.stop.decide(self.groups.host):
                 self.phases.to_training()
                 self.save(step - 1)
+                self.keeper.wait()
                 self.run_dir.status("stopped", reason, step - 1, total)
                 return reason
             self.run_dir.status("running", step=step - 1, total=total)
@@ -305,22 +292,34 @@ class Trainer:
         every, total, ranks = self.config.eval.every_steps, self.inputs.total_steps, range(self.groups.train.dp)
         partitions = [[i for update in updates for micro in update.dealt[rank] for i in micro] for rank in ranks]
         result = self.journal.fold(step, batch, partitions, metrics, self.watchdog.timings() | {"step": seconds})
-        result["training/epoch"] = self.inputs.prompts.epoch_of(self.draws - 1)
+        result["training/epoch"] = self.collector.epoch
         if every and (step % every == 0 or step == total):
             result |= self.evaluate()
         self.journal.write(step, result, batch, self.inputs.tokenizer.decode)
 
-    def resume(self) -> int:
-        return 0
-
-    def save_is_due(self, step: int) -> bool:
-        return False
-
     def save(self, step: int) -> None:
-        pass
+        with self.phase("save_checkpoint"):
+            small = {"kl": self.kl.coefficient, "collector": self.collector.state()}
+            self.stop.observe(save_s=self.keeper.save(step, small))
+
+    def resume(self) -> int:
+        """Steps that are done already."""
+        with self.phase("load"):
+            small = self.keeper.restore()
+        if small is None:
+            return 0
+        self.collector.load(small["collector"])
+        self.kl = replace(self.kl, coefficient=small["kl"])
+        logger.info("resumed after step %d", small["step"])
+        return small["step"]
 
     def finish(self, total: int) -> None:
         """The last words of a run that did all its steps."""
+        self.keeper.wait()
+        if self.config.checkpoint.export:
+            config, shape, place = self.config, self.inputs.shape, (self.rank, self.groups.world, self.device)
+            out, stores = self.run_dir.path / "export", self.model.stores()
+            hf.export(out, self.layout, stores, shape, config.model.path, *place, overwrite=True)
         self.inputs.scorer.close()
         self.run_dir.status("finished", step=total, total=total)
         self.journal.close()
