@@ -11,7 +11,7 @@ may be freed and restored in between, and this file keeps none of them alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,45 +86,103 @@ class Resharder:
         sizes = [max((sum(r.send_splits) for r in self.rounds), default=0)]
         sizes.append(max((sum(r.receive_splits) for r in self.rounds), default=0))
         slots = min(2, len(self.rounds))
+        self.pairwise = False
+        """Set when all_to_all_single fails its test on this group (see reshard_check.prepare)."""
         self.slots = [[torch.empty(n, dtype=self.dtype, device=device.torch) for n in sizes] for _ in range(slots)]
 
-    @torch.no_grad()
     def run(self, source: Stores, target: Stores) -> None:
         """Write every planned element of `target` from `source`. ValueError when a store is missing or too small."""
+
+        def write(view: View, value: torch.Tensor) -> None:
+            view.of(target).copy_(value)
+
+        self._move(source, target, write)
+
+    def compare(self, source: Stores, target: Stores) -> list[str]:
+        """Move as in `run`, but compare with what `target` holds and leave it: one line for each view that differs.
+
+        For a target that its own loader filled from the same checkpoint: proves layouts, plan and exchange at once.
+        """
+        found = []
+
+        def check(view: View, value: torch.Tensor) -> None:
+            held = view.of(target)
+            wrong = int((held != value.to(held)).sum())
+            if wrong:
+                found.append(f"rank {self.rank}: {view.store} from element {view.offset}: {wrong} of {held.numel()}")
+
+        self._move(source, target, check)
+        return found
+
+    @torch.no_grad()
+    def _move(self, source: Stores, target: Stores, sink: Callable[[View, torch.Tensor], None]) -> None:
         _require((view for view, _ in self.local), source, self.source)
-        _require((view for r in self.rounds for _, view in r.send), source, self.source)
+        _require((view for step in self.rounds for _, view in step.send), source, self.source)
         _require((view for _, views in self.local for view in views), target, self.target)
-        _require((view for r in self.rounds for _, view in r.receive), target, self.target)
-        for view, sinks in self.local:
-            for sink in sinks:
-                sink.of(target).copy_(view.of(source))
+        _require((view for step in self.rounds for _, view in step.receive), target, self.target)
+        for view, into in self.local:
+            for place in into:
+                sink(place, view.of(source).to(self.dtype))
         running: tuple[int, Any] | None = None
-        for number, step in enumerate(self.rounds):
-            send, receive = self.slots[number % 2]
-            for start, view in step.send:
-                _slot(send, start, view).copy_(view.of(source))
-            work = self._exchange(step, send, receive)
+        for number in range(len(self.rounds)):
+            send, step = self.pack(number, source), self.rounds[number]
+            work = self.exchange(self.received(number), send, step.receive_splits, step.send_splits)
             if running:
-                self._unpack(*running, target)
+                self._finish(*running, sink)
             running = number, work
         if running:
-            self._unpack(*running, target)
+            self._finish(*running, sink)
 
-    def _exchange(self, step: _Round, send: torch.Tensor, receive: torch.Tensor) -> Any:
-        return dist.all_to_all_single(
-            receive[: sum(step.receive_splits)],
-            send[: sum(step.send_splits)],
-            step.receive_splits,
-            step.send_splits,
-            group=self.group,
-            async_op=True,
-        )
+    def pack(self, number: int, source: Stores) -> torch.Tensor:
+        """The send buffer of a round, filled: messages by receiving rank."""
+        step, buffer = self.rounds[number], self.slots[number % 2][0]
+        for start, view in step.send:
+            _slot(buffer, start, view).copy_(view.of(source))
+        return buffer[: sum(step.send_splits)]
 
-    def _unpack(self, number: int, work: Any, target: Stores) -> None:
-        work.wait()
-        receive = self.slots[number % 2][1]
+    def received(self, number: int) -> torch.Tensor:
+        """The receive buffer of a round: messages by sending rank."""
+        return self.slots[number % 2][1][: sum(self.rounds[number].receive_splits)]
+
+    def unpack(self, number: int, sink: Callable[[View, torch.Tensor], None]) -> None:
+        buffer = self.slots[number % 2][1]
         for start, view in self.rounds[number].receive:
-            view.of(target).copy_(_slot(receive, start, view))
+            sink(view, _slot(buffer, start, view))
+
+    def exchange(
+        self, receive: torch.Tensor, send: torch.Tensor, receive_splits: list[int], send_splits: list[int]
+    ) -> Any:
+        """Start one round; the result has wait(), or is None when the round has ended."""
+        if self.pairwise:
+            return pairwise_exchange(receive, send, receive_splits, send_splits, self.group)
+        return dist.all_to_all_single(receive, send, receive_splits, send_splits, group=self.group, async_op=True)
+
+    def _finish(self, number: int, work: Any, sink: Callable[[View, torch.Tensor], None]) -> None:
+        if work is not None:
+            work.wait()
+        self.unpack(number, sink)
+
+
+def pairwise_exchange(
+    receive: torch.Tensor,
+    send: torch.Tensor,
+    receive_splits: Sequence[int],
+    send_splits: Sequence[int],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """What all_to_all_single does, by messages between two ranks at a time: rank +1 and -1, rank +2 and -2, ..."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    incoming, outgoing = receive.split(list(receive_splits)), send.split(list(send_splits))
+    incoming[rank].copy_(outgoing[rank])
+    for shift in range(1, world):
+        to, come = (rank + shift) % world, (rank - shift) % world
+        operations = []
+        if send_splits[to]:
+            operations.append(dist.P2POp(dist.isend, outgoing[to], group=group, group_peer=to))
+        if receive_splits[come]:
+            operations.append(dist.P2POp(dist.irecv, incoming[come], group=group, group_peer=come))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
 
 
 class _Finder:
@@ -157,14 +215,14 @@ def _within(inner: Box, outer: Box) -> bool:
     return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
 
 
-def _box(rows: Sequence[Sequence[int]]) -> Box:
+def as_box(rows: Sequence[Sequence[int]]) -> Box:
     return tuple((lo, hi) for lo, hi in rows)  # type: ignore[return-value]
 
 
 def _local_copies(plan: Plan, rank: int, finder: _Finder) -> Iterator[tuple[View, list[View]]]:
     table = plan.local.take((plan.local.dst == rank).nonzero()[0])
     for kind, rows, source, number in _rows(table):
-        box = _box(rows)
+        box = as_box(rows)
         sinks = zip(*(views(piece, box) for piece in finder.writes(kind, number)), strict=True)
         for view, into in zip(views(finder.reads(kind, source), box), sinks, strict=True):
             yield view, list(into)
@@ -180,7 +238,7 @@ def _rounds(plan: Plan, rank: int, finder: _Finder) -> Iterator[_Round]:
     filled = [[0, 0] for _ in steps]
     ends = zip(number.tolist(), table.src.tolist(), table.dst.tolist(), strict=True)
     for (at, src, dst), (kind, rows, source, target) in zip(ends, _rows(table), strict=True):
-        step, box = steps[at], _box(rows)
+        step, box = steps[at], as_box(rows)
         if src == rank:
             _fill(step.send, filled[at][0], [finder.reads(kind, source)], box)
             filled[at][0] += elements(box)

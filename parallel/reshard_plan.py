@@ -15,7 +15,7 @@ expands rounds, for one rank or for all.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -127,13 +127,13 @@ def plan(source: Layout, target: Layout, node_size: int = 8, cap_bytes: int = 25
         if source.kinds.get(kind.name, kind) != kind:
             raise ValueError(f"{kind.name}: {source.name} has {source.kinds[kind.name]}, {target.name} has {kind}")
         held, needed = source.table.get(kind.name, {}), target.table[kind.name]
-        match = _match(held, needed)
-        if _overlaps(match, needed):
+        common = match(held, needed)
+        if _overlaps(common, needed):
             held = _atoms(held)
-            match = _match(held, needed)
+            common = match(held, needed)
         if not partial:
-            _require_cover(kind, match, needed, source, target)
-        found.append(_choose(number, match, list(held.values()), list(needed.values()), source.world, node_size))
+            _require_cover(kind, common, needed, source, target)
+        found.append(_choose(number, common, list(held.values()), list(needed.values()), source.world, node_size))
         source_boxes.append(tuple(held))
         target_boxes.append(tuple(needed))
     rows = Table(*(np.concatenate([getattr(t, f.name) for t in found]) for f in fields(Table)))
@@ -162,17 +162,17 @@ def plan(source: Layout, target: Layout, node_size: int = 8, cap_bytes: int = 25
 
 
 @dataclass(frozen=True)
-class _Match:
+class Match:
     source: Ints
     target: Ints
     box: Ints
 
 
-def _array(boxes: Sequence[Box] | dict[Box, tuple[int, ...]]) -> Ints:
+def _array(boxes: Iterable[Box]) -> Ints:
     return np.array(list(boxes), dtype=np.int64).reshape(-1, 4, 2)
 
 
-def _match(held: dict[Box, tuple[int, ...]], needed: dict[Box, tuple[int, ...]], chunk: int = 1 << 20) -> _Match:
+def match(held: Iterable[Box], needed: Iterable[Box], chunk: int = 1 << 20) -> Match:
     """Common boxes of all pairs, in the order (target, source)."""
     a, b = _array(held), _array(needed)
     parts = []
@@ -189,17 +189,17 @@ def _match(held: dict[Box, tuple[int, ...]], needed: dict[Box, tuple[int, ...]],
     target, source = pairs[:, 0], pairs[:, 1]
     lo = np.maximum(a[source, :, 0], b[target, :, 0])
     hi = np.minimum(a[source, :, 1], b[target, :, 1])
-    return _Match(source, target, np.stack([lo, hi], axis=2))
+    return Match(source, target, np.stack([lo, hi], axis=2))
 
 
-def _covered(match: _Match, count: int) -> Ints:
+def _covered(common: Match, count: int) -> Ints:
     total = np.zeros(count, dtype=np.int64)
-    np.add.at(total, match.target, sizes(match.box))
+    np.add.at(total, common.target, sizes(common.box))
     return total
 
 
-def _overlaps(match: _Match, needed: dict[Box, tuple[int, ...]]) -> bool:
-    return bool((_covered(match, len(needed)) > sizes(_array(needed))).any())
+def _overlaps(common: Match, needed: dict[Box, tuple[int, ...]]) -> bool:
+    return bool((_covered(common, len(needed)) > sizes(_array(needed))).any())
 
 
 def _atoms(held: dict[Box, tuple[int, ...]]) -> dict[Box, tuple[int, ...]]:
@@ -216,9 +216,9 @@ def _atoms(held: dict[Box, tuple[int, ...]]) -> dict[Box, tuple[int, ...]]:
 
 
 def _require_cover(
-    kind: Kind, match: _Match, needed: dict[Box, tuple[int, ...]], source: Layout, target: Layout
+    kind: Kind, common: Match, needed: dict[Box, tuple[int, ...]], source: Layout, target: Layout
 ) -> None:
-    covered = _covered(match, len(needed))
+    covered = _covered(common, len(needed))
     for (box, ranks), have in zip(needed.items(), covered, strict=True):
         if have != elements(box):
             name = kind.tensor_name(box[0][0], box[1][0])
@@ -232,40 +232,40 @@ def _require_cover(
 
 
 def _choose(
-    number: int, match: _Match, holders: list[tuple[int, ...]], needers: list[tuple[int, ...]], world: int, node: int
+    number: int, common: Match, holders: list[tuple[int, ...]], needers: list[tuple[int, ...]], world: int, node: int
 ) -> Table:
-    """Rows of one kind: every (common box, needer) with its source ranks."""
-    if not len(match.source):
+    """Rows of one kind: every (common box, needer) and who sends it."""
+    if not len(common.source):
         empty = np.zeros(0, dtype=np.int64)
-        return Table(empty, match.box, empty, empty, empty, empty)
+        return Table(empty, common.box, empty, empty, empty, empty)
     flat = np.array([rank for ranks in holders for rank in ranks], dtype=np.int64)
     start = np.cumsum([0, *(len(ranks) for ranks in holders)])
     keys = np.repeat(np.arange(len(holders)), np.diff(start)) * world + flat
-    pair, dst = _needers(match, needers)
-    base = match.source[pair] * world
+    pair, dst = _needers(common, needers)
+    base = common.source[pair] * world
     lo = np.searchsorted(keys, base + dst)
     local = keys[np.minimum(lo, len(keys) - 1)] == base + dst
     node_start = dst // node * node
     near_lo = np.searchsorted(keys, base + node_start)
     near_hi = np.searchsorted(keys, base + np.minimum(node_start + node, world))
     near = near_lo < near_hi
-    first = np.where(local, lo, np.where(near, near_lo, start[match.source[pair]]))
-    last = np.where(local, lo + 1, np.where(near, near_hi, start[match.source[pair] + 1]))
+    first = np.where(local, lo, np.where(near, near_lo, start[common.source[pair]]))
+    last = np.where(local, lo + 1, np.where(near, near_hi, start[common.source[pair] + 1]))
     # Demand within a node and demand from other nodes are levelled separately.
     group = (first * (len(flat) + 1) + last) * 2 + near
-    order = np.lexsort((match.target[pair], dst, group))
+    order = np.lexsort((common.target[pair], dst, group))
     pair, dst, group, first, last = (x[order] for x in (pair, dst, group, first, last))
-    row, holder, box = _share(match.box[pair], group, last - first)
+    row, holder, box = _share(common.box[pair], group, last - first)
     pair, dst = pair[row], dst[row]
     src = flat[first[row] + holder]
-    return Table(np.full(len(row), number), box, src, dst, match.source[pair], match.target[pair])
+    return Table(np.full(len(row), number), box, src, dst, common.source[pair], common.target[pair])
 
 
-def _needers(match: _Match, needers: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
-    """(row of match, rank) for every rank that needs it."""
+def _needers(common: Match, needers: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
+    """(row of the common boxes, rank) for every rank that needs it."""
     start = np.cumsum([0, *(len(ranks) for ranks in needers)])
     flat = np.array([rank for ranks in needers for rank in ranks], dtype=np.int64)
-    index, pair = expand(start[match.target], start[match.target + 1])
+    index, pair = expand(start[common.target], start[common.target + 1])
     return pair, flat[index]
 
 

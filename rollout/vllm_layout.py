@@ -29,18 +29,27 @@ def vllm_layout(
     dtype: str = "bfloat16",
     expert_map: ExpertMap | None = None,
     transposed_experts: bool = False,
+    expert_maps: Sequence[ExpertMap] | None = None,
 ) -> Layout:
-    """Layout of the engine's parameters on grid.world ranks. ValueError where vLLM could not build the model."""
-    _check(shape, grid, expert_map)
-    rules = _Rules(shape, grid, expert_map, transposed_experts)
+    """Layout of the engine's parameters on grid.world ranks. ValueError where vLLM could not build the model.
+
+    `expert_map` holds for every replica; `expert_maps`, one per replica, stand in its place when they differ.
+    """
+    maps = list(dict.fromkeys(expert_maps)) if expert_maps else [expert_map]
+    which = [maps.index(held) for held in expert_maps] if expert_maps else [0] * grid.replicas
+    rules = []
+    for held in maps:
+        _check(shape, grid, held)
+        rules.append(_Rules(shape, grid, held, transposed_experts))
     coordinates = tuple(
-        (c.tp, c.dp * grid.tp + c.tp if shape.is_moe else 0) for c in map(grid.coord, range(grid.world))
+        (c.tp, c.dp * grid.tp + c.tp if shape.is_moe else 0, which[c.replica])
+        for c in map(grid.coord, range(grid.world))
     )
     return Layout(
         name=f"vllm tp{grid.tp} dp{grid.dp} ep{grid.ep_size} x {grid.replicas}",
         kinds=kinds(shape),
         coordinates=coordinates,
-        pieces_of=lambda c: tuple(rules.pieces(*c)),
+        pieces_of=lambda c: tuple(rules[c[2]].pieces(*c[:2])),
         dtype=dtype,
     )
 
@@ -163,3 +172,9 @@ def linear_experts(experts: int, ep_size: int, ep_rank: int) -> Interval:
     base, extra = divmod(experts, ep_size)
     first = ep_rank * base + min(ep_rank, extra)
     return first, first + base + (ep_rank < extra)
+
+
+def initial_expert_map(shape: ModelShape, redundant: int) -> ExpertMap:
+    """[layer][slot] with which vLLM starts: every expert once, then the first `redundant` ones again, cyclically."""
+    row = tuple(slot % shape.experts for slot in range(shape.experts + redundant))
+    return (row,) * shape.num_layers
