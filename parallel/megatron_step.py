@@ -24,6 +24,7 @@ from parallel.log_prob import log_probs
 from parallel.megatron_cpu import on_device
 from parallel.megatron_model import TrainModel
 from parallel.micro_batches import MicroBatch, Values, build_micro_batches
+from parallel.replay import feed
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,8 @@ def _run(model: TrainModel, batches: Sequence[MicroBatch], head: Callable[..., A
             max_seqlen_q=batch.max_seqlen,
             max_seqlen_kv=batch.max_seqlen,
         )
+        if batch.routes is not None:
+            feed(chunk.module, batch.routes)
         hidden = chunk(batch.tokens[None], batch.positions[None], None, packed_seq_params=packed)
         return hidden, lambda output, non_loss_data=False: head(chunk, output, batch)
 

@@ -49,6 +49,8 @@ class MicroBatch:
     fields: dict[str, Tensor] = field(default_factory=dict)
     """Name -> fp32 [T]; 0 outside of response-predicting positions."""
     cp_group: dist.ProcessGroup | None = None
+    routes: Tensor | None = None
+    """int16 [T / tp, MoE layers of this rank, k] on the host: experts to force, -1 where the router chooses."""
 
     def sequence_sums(self, values: Tensor) -> Tensor:
         """[T] -> [num_sequences], summed over a sequence's tokens on all context-parallel ranks; differentiable."""

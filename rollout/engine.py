@@ -15,6 +15,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from launch.config import Config, check_passthrough
 from parallel.family import ModelShape
 from parallel.grid import RolloutGrid
-from rollout import vllm_cpu, vllm_params
+from rollout import routes, vllm_cpu, vllm_params
 from rollout.batch import Request, Sample
 from rollout.schedule import Dealt, Progress, Queue, hand_out, longest_first
 from rollout.vllm_layout import vllm_layout
@@ -85,9 +86,17 @@ def engine_arguments(config: Config, shape: ModelShape, grid: RolloutGrid, kind:
     if rollout.redundant_experts:  # asynchronous rearrangement would race with our writes
         experts = dict(num_redundant_experts=rollout.redundant_experts, use_async=False)
         ours |= dict(enable_eplb=True, eplb_config=experts | rollout.vllm.get("eplb_config", {}))
-    if rollout.routing_replay == "R3" and kind != "cpu":
-        ours |= dict(enable_return_routed_experts=True)
+    if rollout.routing_replay == "R3":
+        ours |= _routes_arguments(rollout.vllm, kind)
     return defaults | rollout.vllm | ours
+
+
+def _routes_arguments(passed: dict[str, Any], kind: str) -> dict[str, Any]:
+    if kind != "cpu":
+        return dict(enable_return_routed_experts=True)
+    if passed.get("enable_prefix_caching"):
+        raise ValueError("rollout.routing_replay = R3 on cpu needs rollout.vllm.enable_prefix_caching = false")
+    return dict(enable_prefix_caching=False)  # cached prompt tokens pass no router, so that nothing could be captured
 
 
 def cpu_cache_bytes(shape: ModelShape, tp: int, max_model_len: int, slots: int, item: int) -> int:
@@ -151,17 +160,29 @@ class Engine:
         os.environ |= environment(device.kind, grid)
         with _kept_environment(self.rank % grid.replica_size if grid.dp > 1 else self.rank), _kept_random_state(device):
             self._engine = _build(arguments, config.rollout.vllm, device.kind)
-        self.model = self._engine.model_executor.driver_worker.worker.model_runner.get_model()
+        self._runner = self._engine.model_executor.driver_worker.worker.model_runner
+        self.model = self._runner.get_model()
+        self._capture = None
+        if config.rollout.routing_replay == "R3" and device.kind == "cpu":
+            sizes = (shape.num_layers, shape.experts)
+            self._capture = routes.RouteCapture(self._runner, self._engine.vllm_config.parallel_config, *sizes)
         self.slots = self._engine.vllm_config.scheduler_config.max_num_seqs
         self.stores = vllm_params.stores(self.model)
         transposed = vllm_params.experts_transposed(self.stores, shape.hidden, device.kind == "npu")
-        self.layout = vllm_layout(shape, grid, config.rollout.dtype, transposed_experts=transposed)
+        self._layout_rule = partial(vllm_layout, shape, grid, config.rollout.dtype, transposed_experts=transposed)
+        self._expert_maps, self._expert_state = self._live_maps(), []
+        self.layout = self._layout_rule(expert_maps=self._expert_maps)
         self._padding = vllm_params.check(self.layout.pieces(self.rank), self.stores, config.rollout.dtype)
         vllm_params.clear_padding(self.stores, self._padding)
         self._store = dist.distributed_c10d._get_default_store()
         self._name = f"rollout/{self._store.add(f'rollout/engines/{self.rank}', 1)}"
         self._rounds = 0
         self._flying: dict[str, Request] = {}
+
+    def _live_maps(self) -> list[routes.ExpertMap] | None:
+        """Where every replica has its experts now (a collective); None without redundant ones."""
+        redundant = self.config.rollout.redundant_experts
+        return routes.replica_maps(self._runner, self.grid.replica_size) if redundant else None
 
     # The loop: see rollout/schedule.py
 
@@ -243,6 +264,9 @@ class Engine:
     def _sample(self, output: Any) -> Sample:
         request, result = self._flying.pop(output.request_id), output.outputs[0]
         assert result.finish_reason in ("stop", "length"), f"{output.request_id} ended with {result.finish_reason}"
+        routed = getattr(result, "routed_experts", None)
+        if self._capture is not None:
+            routed = self._capture.take(output.request_id, len(request.prompt_ids) + len(result.token_ids))
         return Sample(
             prompt_id=request.prompt_id,
             sample_id=request.sample_id,
@@ -250,24 +274,41 @@ class Engine:
             response=np.asarray(result.token_ids, dtype=np.int32),
             logprobs=np.asarray(result.logprobs.logprobs, dtype=np.float32),
             finish=result.finish_reason,
-            routes=getattr(result, "routed_experts", None),
+            routes=routed,
         )
 
     # Memory. On cpu nothing is freed, the same calls are harmless.
 
     def sleep(self) -> None:
         """Free the KV cache and the weights. Level 1 keeps a host copy, for runs that do not write new weights."""
+        self._expert_state = routes.save_maps(self._runner)
         self._engine.sleep(level=2 if self.config.rollout.sync_weights else 1)
 
     def wake_weights(self) -> None:
-        """Storage of the weights is back at its old addresses; its contents are not, they must be written."""
+        """Storage of the weights is back at its old addresses; its contents are not, they must be written: by `layout`,
+        which is new when vLLM has moved experts since the last time.
+        """
         self._engine.wake_up(["weights"])
+        if self._expert_state:
+            routes.restore_maps(self._runner, self._expert_state)
         if self.device.kind == "npu":
             vllm_params.restore_transposed_experts(self.model)
         current = vllm_params.stores(self.model)
         vllm_params.require_stable(self.stores, current)
         self.stores = current
+        if (maps := self._live_maps()) != self._expert_maps:
+            self.layout, self._expert_maps = self._layout_rule(expert_maps=maps), maps
         vllm_params.clear_padding(self.stores, self._padding)
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Write whole Hugging Face tensors through vLLM's own loaders: the slow oracle of the planned sync.
+
+        ValueError with redundant experts: vLLM's loaders know only the map it started with.
+        """
+        if self.config.rollout.redundant_experts:
+            raise ValueError("rollout.sync_plan = golden cannot write redundant experts; use sync_plan = planned")
+        with torch.no_grad():
+            self.model.load_weights(tensors)
 
     def wake_cache(self) -> None:
         """KV cache back, prefixes of older weights forgotten: ready to generate."""
@@ -283,7 +324,7 @@ class Engine:
         """Release the engine and vLLM's process groups, not ours; another layout can be built then. Collective."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
-        del self._engine, self.model
+        del self._engine, self.model, self._runner, self._capture
         self.stores = {}
         gc.collect()
         destroy_model_parallel()
