@@ -168,14 +168,17 @@ def _broadcast_over_stages(model: TrainModel, tensor: Tensor) -> None:
 
 
 def _scale_auxiliary_losses(model: TrainModel, batches: Sequence[MicroBatch]) -> None:
-    """Megatron multiplies a micro-batch's load-balancing and z losses by its tokens on this rank and expects a division
-    by all tokens of the mini-batch at the end. Ours never comes, so the coefficients are divided beforehand."""
+    """Makes load-balancing and z losses of the mini-batch the token-weighted mean of those of its micro-batches.
+
+    Megatron multiplies a micro-batch's loss by its tokens on this rank, 1 / (tp * cp) of them, and expects a division
+    by all tokens of the mini-batch at the end. Ours never comes, so the coefficients are divided beforehand.
+    """
     tconfig = model.tconfig
     if not model.shape.is_moe or not (model.aux_loss_coeff or model.z_loss_coeff):
         return
     tokens = torch.tensor([sum(batch.tokens.numel() for batch in batches)], device=model.device.torch)
     dist.all_reduce(tokens, group=model.dp_cp_group)
-    total, coeff = int(tokens), model.aux_loss_coeff
+    total, coeff = int(tokens) / (model.grid.tp * model.grid.cp), model.aux_loss_coeff
     tconfig.moe_aux_loss_coeff = [c / total for c in coeff] if isinstance(coeff, list) else coeff / total
     tconfig.moe_z_loss_coeff = None if model.z_loss_coeff is None else model.z_loss_coeff / total
 

@@ -5,9 +5,14 @@ The reference is computed once in the test's process and read by the ranks from 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
+import itertools
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +73,17 @@ def make_model(name: str, directory: Path) -> Any:
     return model.double().eval()
 
 
-def make_batch(vocab: int, num: int = 11, seed: int = 3) -> dict[str, Any]:
-    """Sequences of unequal length with per-response-token fields; weights are those of a global token mean."""
+def make_batch(vocab: int, num: int = 11, seed: int = 3, multiple: int = 1) -> dict[str, Any]:
+    """Sequences of unequal length with per-response-token fields; weights are those of a global token mean.
+
+    Lengths are multiples of `multiple`.
+    """
     rng = np.random.default_rng(seed)
     prompts = rng.integers(1, 9, num).tolist()
     responses = rng.integers(1, 34, num)
-    responses[2], responses[5] = 1, 40
+    if num > 5:
+        responses[2], responses[5] = 1, 40
+    responses += -(np.array(prompts) + responses) % multiple
     sequences = [rng.integers(0, vocab, p + r) for p, r in zip(prompts, responses, strict=True)]
     total = int(responses.sum())
     fields = {
@@ -146,7 +156,10 @@ def hf_tensors(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def prepare(name: str, directory: Path, num: int = 11, training: bool = False) -> Path:
-    """Write config.json and case.pt (weights, batch, reference) for `run_case`, with `training` for run_training."""
+    """Write config.json and case.pt (weights, batch, reference) for `run_case`.
+
+    With `training` also what two steps of SGD and five of AdamW give.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     model = make_model(name, directory)
     batch = make_batch(BASE["vocab_size"], num)
@@ -160,7 +173,7 @@ def prepare(name: str, directory: Path, num: int = 11, training: bool = False) -
 
 
 def pieces_with_tensors(layout: Layout, rank: int, tensors: dict[str, torch.Tensor]) -> Any:
-    """(piece, layer, the Hugging Face values of its box [units, rows, cols]) for every piece and layer of a rank."""
+    """(piece, layer, the Hugging Face values of its box [units, rows, cols], largest element of the whole tensor)."""
     for piece in layout.pieces(rank):
         kind = layout.kinds[piece.kind]
         _, units, rows, cols = kind.shape
@@ -168,10 +181,10 @@ def pieces_with_tensors(layout: Layout, rank: int, tensors: dict[str, torch.Tens
         for layer in range(l0, l1):
             if kind.unit_is_tensor:
                 whole = torch.stack([tensors[kind.tensor_name(layer, u)] for u in range(u0, u1)])
-                yield piece, layer, whole[:, r0:r1, c0:c1]
+                yield piece, layer, whole[:, r0:r1, c0:c1], whole.abs().max()
             else:
                 whole = tensors[kind.tensor_name(layer)].reshape(units, rows, cols)
-                yield piece, layer, whole[u0:u1, r0:r1, c0:c1]
+                yield piece, layer, whole[u0:u1, r0:r1, c0:c1], whole.abs().max()
 
 
 def view(store: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -183,7 +196,7 @@ def view(store: torch.Tensor, piece: Piece) -> torch.Tensor:
 def fill(stores: dict[str, torch.Tensor], layout: Layout, rank: int, tensors: dict[str, torch.Tensor]) -> None:
     for store in stores.values():
         store.zero_()
-    for piece, layer, values in pieces_with_tensors(layout, rank, tensors):
+    for piece, layer, values, _ in pieces_with_tensors(layout, rank, tensors):
         view(stores[piece.store_name(layer)], piece).copy_(values)
 
 
@@ -193,12 +206,10 @@ def make_config(layout: dict[str, Any], **train: Any) -> Any:
     keys = {f.name for f in dataclasses.fields(TrainConfig)}
     options = {"dtype": "float32", "log_prob_chunk_tokens": 13} | {k: v for k, v in layout.items() if k in keys}
     optimizer = OptimizerConfig(**{"kind": "sgd", "clip_grad": 0.0, "weight_decay": 0.0, **train.pop("optimizer", {})})
-    return Config(train=TrainConfig(**{**options, "lr": 0.0, "optimizer": optimizer, **train}))
+    return Config(train=TrainConfig(**{**options, "lr": SGD_LR, "optimizer": optimizer, **train}))
 
 
-def build_case(
-    directory: Path, layout: dict[str, Any], total_steps: int = 10, kind: str = "cpu", **train: Any
-) -> Any:
+def build_case(directory: Path, layout: dict[str, Any], total_steps: int = 10, kind: str = "cpu", **train: Any) -> Any:
     """(model with the case's weights, layout object, case) on this rank, in fp32 unless told."""
     from parallel.megatron_layout import megatron_layout
     from parallel.megatron_model import build
@@ -248,14 +259,15 @@ def grad_error(model: Any, table: Layout, grads: dict[str, torch.Tensor]) -> flo
     """Largest |difference| / largest |reference| of the tensor, over all parameters of this rank."""
     stores = {name: p.main_grad for name, p in model.named_parameters()}
     worst = 0.0
-    for piece, layer, want in pieces_with_tensors(table, dist.get_rank(), grads):
+    for piece, layer, want, largest in pieces_with_tensors(table, dist.get_rank(), grads):
         got = view(stores[piece.store_name(layer)], piece).cpu()
-        worst = max(worst, float((got - want).abs().max() / want.abs().max().clamp(min=1e-8)))
+        worst = max(worst, float((got - want).abs().max() / largest.clamp(min=1e-8)))
     return worst
 
 
 def run_case(directory: Path, layout: dict[str, Any], budget: int = 128, minimum: int = 1, **train: Any) -> Any:
-    """Errors of one layout against the reference: logp, entropy, loss, grad, norm, and ppo (score - update)."""
+    """Errors of one layout against the reference: logp, entropy, loss, grad, norm, ppo (score - update), sgd
+    (parameters after two plain steps, where the case has them)."""
     from parallel import megatron_step as step
     from parallel.micro_batches import unpack
 
@@ -279,44 +291,67 @@ def run_case(directory: Path, layout: dict[str, Any], budget: int = 128, minimum
     errors["loss"] = abs(stats["loss"][0] - ref["loss"])
     errors["grad"] = grad_error(model, table, ref["grads"])
     errors["norm"] = abs(stats["grad_norm"][0] - ref["norm"]) / ref["norm"]
+    if "sgd" in case:
+        step.update(model, make_micro_batches(model, case, budget, minimum), loss_fn, TEMPERATURE, True)
+        errors["sgd"] = store_error(model, table, case["sgd"])
     return errors
 
 
-def run_training(directory: Path, layout: dict[str, Any], budget: int = 128, minimum: int = 1) -> dict[str, float]:
-    """Errors of the parameters after 2 steps of SGD and of the losses of 5 clipped steps of AdamW."""
+def store_error(model: Any, table: Layout, tensors: dict[str, torch.Tensor]) -> float:
+    """Largest |difference| of any parameter element of this rank."""
+    stores, worst = model.stores(), 0.0
+    for piece, layer, want, _ in pieces_with_tensors(table, dist.get_rank(), tensors):
+        worst = max(worst, float((view(stores[piece.store_name(layer)], piece).cpu() - want).abs().max()))
+    return worst
+
+
+def run_adam(directory: Path, layout: dict[str, Any], budget: int = 128, minimum: int = 1) -> dict[str, float]:
+    """Error of the losses of 5 clipped steps of AdamW."""
     from parallel import megatron_step as step
 
-    model, table, case = build_case(directory, layout, lr=SGD_LR)
-    for _ in range(2):
-        step.update(model, make_micro_batches(model, case, budget, minimum), loss_fn, TEMPERATURE, True)
-    stores, errors = model.stores(), {"sgd": 0.0}
-    for piece, layer, want in pieces_with_tensors(table, dist.get_rank(), case["sgd"]):
-        errors["sgd"] = max(errors["sgd"], float((view(stores[piece.store_name(layer)], piece) - want).abs().max()))
-
     adam = dict(kind="adam", clip_grad=CLIP, weight_decay=ADAM["weight_decay"], beta1=0.9, beta2=0.95)
-    model, table, case = build_case(directory, layout, lr=ADAM["lr"], optimizer=adam)
+    model, _, case = build_case(directory, layout, lr=ADAM["lr"], optimizer=adam)
     batches = make_micro_batches(model, case, budget, minimum)
     losses = [step.update(model, batches, loss_fn, TEMPERATURE, True)["loss"][0] for _ in case["adam"]]
-    errors["adam"] = max(abs(a - b) for a, b in zip(losses, case["adam"], strict=True))
-    return errors
+    return {"adam": max(abs(a - b) for a, b in zip(losses, case["adam"], strict=True))}
 
 
 def run_layouts(
     rank: int, cases: list[tuple[str, dict[str, Any], dict[str, Any]]], kind: str = "cpu"
 ) -> list[dict[str, float]]:
     """For run_ranks: each (case directory, layout, options of run_case) in one launch; errors are maxima over ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group(Device(kind).backend)
     results = []
     for directory, layout, options in cases:
-        options = dict(options)
-        train = options.pop("training", False)
-        errors = run_case(Path(directory), layout, kind=kind, **options)
-        if train:
-            errors |= run_training(Path(directory), layout, options.get("budget", 128), options.get("minimum", 1))
-        worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=Device(kind).torch)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        with world(kind):
+            options = dict(options)
+            adam = options.pop("adam", False)
+            errors = run_case(Path(directory), layout, kind=kind, **options)
+            if adam:
+                errors |= run_adam(Path(directory), layout, options.get("budget", 128), options.get("minimum", 1))
+            worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=Device(kind).torch)
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         results.append(dict(zip(errors, worst.tolist(), strict=True)))
-    dist.barrier()
-    dist.destroy_process_group()
     return results
+
+
+@functools.cache
+def _store() -> dist.Store:
+    return next(dist.rendezvous("env://"))[0]
+
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def world(kind: str = "cpu") -> Iterator[None]:
+    """All process groups of one case: they have threads, which Megatron's own tear-down leaves running."""
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.PrefixStore(f"case{next(_numbers)}", _store())
+    dist.init_process_group(Device(kind).backend, store=store, rank=rank, world_size=size)
+    yield
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -57,7 +57,7 @@ def matrix(cases: dict[str, Path], world: int, counts: tuple[int, ...]) -> list[
             for count in counts:
                 # budget for all in one micro-batch; interleaved schedules need a multiple of pp
                 wanted = count + 1 if layout.get("vpp", 1) > 1 else count
-                options = {"budget": 2000, "minimum": wanted, "training": count == 3 and name in ("qwen3", "moe")}
+                options = {"budget": 2000, "minimum": wanted, "adam": count == 3 and name in ("qwen3", "moe")}
                 jobs.append((str(path), layout, options))
     return jobs
 
@@ -148,7 +148,7 @@ reference is transformers in float64 on one process. The columns are the largest
 
 - `logp`, `entropy`: absolute, per response token. `loss`: absolute. `norm`: relative, of the gradient norm.
 - `grad`: largest difference over the largest element, for every tensor of the checkpoint.
-- `sgd`: absolute, of every parameter after two steps of plain SGD (3 micro-batches).
+- `sgd`: absolute, of every parameter after two steps of plain SGD.
 - `adam`: absolute, of the losses of five steps of AdamW with weight decay and clipping (3 micro-batches).
 
 The log-probs of scoring and of the update are equal bit for bit in every row.
