@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -30,6 +31,9 @@ from parallel.micro_batches import MicroBatch
 
 NATIVE = -1
 """In place of an expert: this row was not recorded. Rows are either whole or native."""
+
+MOST_DIFFERING = 0.5
+"""Largest believable share of choices that differ from the live router's; rounding and a few updates give percents."""
 
 
 class RouteQueue:
@@ -128,13 +132,15 @@ def local_routes(
 
 
 class RoutingReplay:
-    """Routes of the step's sequences, and their way into every micro-batch that is made of them."""
+    """Routes of the step's sequences, and their way into every micro-batch that is made of them.
+
+    mode "none" does nothing; then any router may be in the model.
+    """
 
     def __init__(self, mode: str, model: Any, coord: Any):
-        assert mode in ("R2", "R3"), mode
+        assert mode in ("none", "R2", "R3"), mode
         self.mode, self.model, self.coord = mode, model, coord
-        self.topk = model.shape.experts_per_token
-        found = [pair for chunk in model.chunks for pair in queues(chunk.module)]
+        found = [pair for chunk in model.chunks for pair in queues(chunk.module)] if mode != "none" else []
         self.layers, self.queues = [layer for layer, _ in found], [queue for _, queue in found]
         for column, queue in enumerate(self.queues):
             queue.column = column
@@ -142,16 +148,35 @@ class RoutingReplay:
         """R3: sequence number -> [tokens - 1, all layers, k]."""
         self.recorded: dict[tuple[int, ...], Tensor] = {}
         """R2: sequences of a micro-batch -> its routes on this rank."""
+        self.consumed = 0
+        """(token, layer) choices replayed on this rank in this step."""
+
+    @contextmanager
+    def scoring(self, batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Around the scoring pass over `batches`: R3 replays, R2 records."""
+        if self.mode == "R2":
+            with self.recording(batches):
+                yield
+        else:
+            with self.replaying(batches):
+                yield
+
+    @contextmanager
+    def replaying(self, batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Around one pass over `batches`, which take their routes. RuntimeError unless each was used exactly once."""
+        if self.mode != "none":
+            self.attach(batches)
+        yield
+        self.consumed += self.require_consumed(batches)
 
     def attach(self, batches: Iterable[MicroBatch]) -> None:
         """Give the micro-batches their routes; those without sequences route natively."""
-        tp = self.model.grid.tp
+        tp, topk = self.model.grid.tp, self.model.shape.experts_per_token
         for batch in batches:
             if not batch.indices:
                 continue
             if self.mode == "R3":
-                where = (self.layers, self.topk, self.coord.tp, tp)
-                batch.routes = local_routes(self.sequences, batch, *where)
+                batch.routes = local_routes(self.sequences, batch, self.layers, topk, self.coord.tp, tp)
             else:
                 batch.routes = self.recorded[tuple(batch.indices)]
 
@@ -184,6 +209,28 @@ class RoutingReplay:
             queue.used = 0
         return sum(int((routes[:, :, 0] != NATIVE).sum()) for routes in given)
 
+    def finish(self, tokens: int, passes: int, group: Any) -> dict[str, tuple[float, float]]:
+        """End of a step: (sum, weight) of this rank's metrics. Forgets the step's routes. Collective over `group`.
+
+        `tokens`: fed-back tokens of all sequences, which every layer replayed `passes` times in R3: RuntimeError when
+        the ranks together replayed another number of choices.
+        """
+        if self.mode == "none":
+            return {}
+        replayed, differing = self.take_tally()
+        sums = torch.tensor([self.consumed, replayed, differing])
+        dist.all_reduce(sums, group=group)
+        total, expected = int(sums[0]), tokens * self.model.shape.num_layers * passes
+        if self.mode == "R3" and total != expected:
+            raise RuntimeError(f"{total} recorded (token, layer) choices replayed by all ranks, not {expected}")
+        if int(sums[2]) > MOST_DIFFERING * int(sums[1]):
+            raise RuntimeError(
+                f"{int(sums[2])} of {int(sums[1])} replayed choices are not what the routers would choose: routes of "
+                "other tokens or layers, or an engine with other weights; rollout.routing_replay = none goes on without"
+            )
+        self.sequences, self.recorded, self.consumed = {}, {}, 0
+        return {"training/routes_differ": (float(differing), float(replayed))}
+
     def take_tally(self) -> tuple[int, int]:
         """(choices replayed, those that differ from what the router itself would choose) on this rank since last."""
         tallies = [queue.tally for queue in self.queues if queue.tally is not None]
@@ -191,7 +238,3 @@ class RoutingReplay:
             queue.tally = None
         total = torch.stack(tallies).sum(0).tolist() if tallies else [0, 0]
         return total[0], total[1]
-
-    def clear(self) -> None:
-        """Forget the step's routes."""
-        self.sequences, self.recorded = {}, {}

@@ -291,6 +291,7 @@ class Engine:
         self._engine.wake_up(["weights"])
         if self._expert_state:
             routes.restore_maps(self._runner, self._expert_state)
+            self._expert_state = []
         if self.device.kind == "npu":
             vllm_params.restore_transposed_experts(self.model)
         current = vllm_params.stores(self.model)

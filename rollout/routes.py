@@ -17,6 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from parallel.family import ModelShape
+from rollout.batch import Sample, fetch_routes
+
 ExpertMap = tuple[tuple[int, ...], ...]
 """[layer][physical slot of the replica] -> logical expert."""
 
@@ -122,6 +125,24 @@ def load_metrics(load: np.ndarray) -> dict[str, float]:
     """Max / mean of the expert load [layers, experts] per layer: averaged over layers, and the worst layer."""
     ratio = load.max(1) / np.maximum(load.mean(1), 1e-9)
     return {"experts/load_max_over_mean": float(ratio.mean()), "experts/load_max_over_mean_worst": float(ratio.max())}
+
+
+def deliver(
+    batch: Sequence[Sample], wanted: Sequence[Sequence[int]], shape: ModelShape, group: dist.ProcessGroup
+) -> tuple[dict[int, np.ndarray], dict[str, float]]:
+    """Routes of the samples wanted by this rank (see fetch_routes), and the metrics of the batch's expert load.
+
+    Collective over a host group of the whole world. The samples lose their routes.
+    """
+    load = torch.from_numpy(
+        expert_load([s.routes for s in batch if s.routes is not None], shape.num_layers, shape.experts)
+    )
+    dist.all_reduce(load, group=group)
+    row = (shape.num_layers, shape.experts_per_token)
+    routes = fetch_routes(batch, wanted, row, routes_dtype(shape.experts), group)
+    for sample in batch:
+        sample.routes = None
+    return routes, load_metrics(load.numpy())
 
 
 # Redundant experts
