@@ -19,7 +19,8 @@ if __name__ == "__main__":
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,6 +45,7 @@ from parallel.megatron_model import build, snapshot, swapped
 from parallel.micro_batches import MicroBatch, spread, unpack
 from parallel.packing import Update, plan_updates
 from parallel.phases import PhaseMachine
+from parallel.replay import ReplayRouter, RoutingReplay
 from parallel.reshard_golden import gather_full
 from parallel.weight_sync import WeightSync
 from reward.advantage import KLController, keep_groups
@@ -54,6 +56,7 @@ from rollout.collect import Collector
 from rollout.engine import Engine
 from rollout.evaluate import evaluate
 from rollout.prompts import Prompt
+from rollout.routes import deliver
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +81,10 @@ class Trainer:
         train, algorithm = config.train, config.algorithm
         with self.phase("build"):
             self.engine = Engine(config, inputs.shape, groups.rollout, device, inputs.stop_ids)
-            self.model = build(
-                inputs.shape, config, groups.train, device, inputs.total_steps * self.updates_per_rollout
-            )
+            replay, num_updates = config.rollout.routing_replay, inputs.total_steps * self.updates_per_rollout
+            router = {} if replay == "none" else {"router": ReplayRouter}
+            self.model = build(inputs.shape, config, groups.train, device, num_updates, **router)
+            self.replay = RoutingReplay(replay, self.model, self.coord)
             stages = (train.first_stage_layers, train.last_stage_layers)
             self.layout = megatron_layout(inputs.shape, groups.train, *stages, dtype=train.dtype)
         with self.phase("load"):
@@ -119,9 +123,10 @@ class Trainer:
             metrics.add(name, value)
         batch = Experience.of(samples)
         updates = self.plan_updates(batch)
+        self.deliver_routes(samples, updates, metrics)
         if self.needs_old_pass:
             with self.phase("old_log_prob"):
-                batch.fields["old_logprobs"] = self.log_probs(batch, updates)
+                batch.fields["old_logprobs"] = self.log_probs(batch, updates, self.replay.scoring)
         if self.reference is not None:
             with self.phase("ref"):
                 batch.fields["ref_logprobs"] = self.reference_log_probs(batch, updates)
@@ -176,8 +181,20 @@ class Trainer:
     def needs_old_pass(self) -> bool:
         """With one update per rollout the update's own pass gives the old log-probs and the ratio is exactly 1."""
         algorithm = self.config.algorithm
-        needed_first = algorithm.kl_reward or algorithm.correction != "none" or self.updates_per_rollout > 1
+        several = self.updates_per_rollout > 1 or self.replay.mode == "R2"
+        needed_first = algorithm.kl_reward or algorithm.correction != "none" or several
         return algorithm.old_log_probs == "recompute" or (algorithm.old_log_probs == "auto" and bool(needed_first))
+
+    def deliver_routes(self, samples: Sequence[Sample], updates: Sequence[Update], metrics: Metrics) -> None:
+        """R3: every rank gets the routed experts of the sequences that its model replica trains on."""
+        if self.replay.mode != "R3":
+            return
+        with self.phase("routes"):
+            ranks = map(self.groups.train.coord, range(self.groups.train.world))
+            wanted = [sorted(i for u in updates for micro in u.dealt[c.dp] for i in micro) for c in ranks]
+            self.replay.sequences, load = deliver(samples, wanted, self.inputs.shape, self.groups.host)
+        for name, value in load.items():
+            metrics.add(name, value)
 
     def reference_log_probs(self, batch: Experience, updates: Sequence[Update]) -> list[np.ndarray]:
 
@@ -189,12 +206,18 @@ class Trainer:
         mine = update.dealt[self.coord.dp]
         return megatron_step.micro_batches(self.model, batch.sequences, batch.prompt_tokens, mine, fields)
 
-    def log_probs(self, batch: Experience, updates: Sequence[Update]) -> list[np.ndarray]:
-        """Log-probs of every response token of the batch, on every rank; packed as in the updates."""
+    def log_probs(
+        self, batch: Experience, updates: Sequence[Update], around: Callable[..., Any] = nullcontext
+    ) -> list[np.ndarray]:
+        """Log-probs of every response token of the batch, on every rank; packed as in the updates.
+
+        `around(micro-batches)`: a context for each pass.
+        """
         mine: dict[int, np.ndarray] = {}
         for update in updates:
             micro = self.micro_batches(batch, update, {})
-            results = megatron_step.score(self.model, micro, self.config.rollout.temperature)
+            with around(micro):
+                results = megatron_step.score(self.model, micro, self.config.rollout.temperature)
             mine |= unpack(micro, [logprobs for logprobs, _ in results])
         tells = self.coord.tp == self.coord.cp == self.coord.pp == 0
         return spread(mine, batch.response_tokens, tells, self.groups.host)
@@ -217,13 +240,17 @@ class Trainer:
                 micro = self.micro_batches(batch, part, batch.loss_fields(algorithm, part.indices, norm_tokens))
                 passed: list[Tensor] = []
                 loss = partial(self.loss, passed)
-                stats = megatron_step.update(self.model, micro, loss, temperature, entropy=True)
+                with self.replay.replaying(micro):
+                    stats = megatron_step.update(self.model, micro, loss, temperature, entropy=True)
                 for name, (total, weight) in stats.items():
                     if not name.startswith(("training/rollout", "rollout_corr/k")):  # add_agreement has these, with max
                         metrics.add_sum(name if "/" in name else f"actor/{name}", total, weight)
                 if epoch == 0 and passed:
                     current |= unpack(micro, passed)
         add_agreement(metrics, *self.agreement(batch, current))
+        fed_back, passes = int(batch.lengths.sum()) - len(batch.lengths), self.config.train.epochs + self.needs_old_pass
+        for name, (total, weight) in self.replay.finish(fed_back, passes, self.groups.host).items():
+            metrics.add_sum(name, total, weight)
 
     def loss(self, passed: list[Tensor], logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> Any:
         """(loss, stats) of one micro-batch; its log-probs are kept in `passed`."""
@@ -248,6 +275,8 @@ class Trainer:
             group, device = self.groups.world, self.device
             self.engine.load(gather_full(self.layout, self.model.stores(), self.rank, group, device))
         else:
+            if self.weights.target is not self.engine.layout:  # vLLM has moved experts
+                self.weights.aim(self.engine.layout)
             self.weights.run(self.model.stores(), self.engine.stores)
 
     def sync(self) -> None:
