@@ -1,24 +1,30 @@
-"""The executor on synthetic stores: virtual worlds in one process, real processes on gloo."""
+"""The executor on synthetic stores: virtual worlds in one process, real processes on gloo, and every check tripped."""
 
 from __future__ import annotations
 
 import itertools
+import random
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from parallel.device import Device
 from parallel.family import ModelShape
 from parallel.grid import RolloutGrid, TrainGrid
 from parallel.layout import Layout
 from parallel.megatron_layout import megatron_layout
-from parallel.reshard import Resharder, Stores, views
+from parallel.reshard import Resharder
+from parallel.reshard_check import agree, prepare, verify
+from parallel.reshard_golden import gather_full
 from parallel.reshard_plan import plan
 from rollout.vllm_layout import vllm_layout
 from tests.ranks import run_ranks
-
-CPU = Device("cpu")
+from tests.reshard_bound import Job
+from tests.reshard_world import CPU, check_virtual_world, differing, expected, fresh
+from tests.test_reshard_plan import ROWS, layouts, random_job
 
 
 def small_shape(moe: bool = True, **changes) -> ModelShape:
@@ -45,35 +51,8 @@ def small_shape(moe: bool = True, **changes) -> ModelShape:
     return ModelShape(**{**values, **changes})
 
 
-def expected(layout: Layout, rank: int, modulus: int = 251) -> Stores:
-    """Stores of a rank in which every element is a hash of its kind and global place; padding is 0."""
-    dtype = getattr(torch, layout.dtype)
-    size: dict[str, int] = {}
-    for piece in layout.pieces(rank):
-        for view in views(piece, piece.box):
-            size[view.store] = max(size.get(view.store, 0), view.end)
-    stores = {name: torch.zeros(count, dtype=dtype) for name, count in size.items()}
-    for piece in layout.pieces(rank):
-        number = list(layout.kinds).index(piece.kind)
-        _, units, rows, cols = layout.kinds[piece.kind].shape
-        u, r, c = (torch.arange(*span) for span in piece.box[1:])
-        inner = ((u[:, None, None] * rows + r[:, None]) * cols + c).to(torch.int64)
-        for layer, view in zip(range(*piece.box[0]), views(piece, piece.box), strict=True):
-            place = inner + layer * units * rows * cols
-            view.of(stores).copy_(((place * 2654435761 + number * 40503) % 4294967291 % modulus).to(dtype))
-    return stores
-
-
-def fresh(layout: Layout, rank: int) -> Stores:
-    return {name: torch.zeros_like(store) for name, store in expected(layout, rank).items()}
-
-
-def differing(got: Stores, want: Stores) -> list[str]:
-    return [name for name in want if not torch.equal(got[name], want[name])]
-
-
 def train_layouts(shape: ModelShape, world: int) -> dict[str, Layout]:
-    grids = {"dp": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "pp2 vpp2": {"pp": 2, "vpp": 2}}
+    grids: dict[str, dict[str, int]] = {"dp": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "vpp2": {"pp": 2, "vpp": 2}}
     if shape.is_moe:
         grids |= {"ep2": {"ep": 2}, "tp2 ep2": {"tp": 2, "ep": 2}, "tp2 etp2": {"tp": 2, "etp": 2}}
     if world >= 4:
@@ -90,43 +69,93 @@ def rollout_layouts(shape: ModelShape, world: int) -> dict[str, Layout]:
     }
 
 
-def test_one_rank_needs_no_group():
+def one_rank() -> tuple[Layout, Layout, Resharder]:
     shape = small_shape()
-    source, target = megatron_layout(shape, TrainGrid(1)), vllm_layout(shape, RolloutGrid(1))
+    source, target = megatron_layout(shape, TrainGrid(1)), vllm_layout(shape, RolloutGrid(1), dtype="float32")
+    return source, target, Resharder(plan(source, target), 0, None, source, target, CPU)
+
+
+def test_one_rank_needs_no_group_and_casts():
+    source, target, resharder = one_rank()
     stores = fresh(target, 0)
-    Resharder(plan(source, target), 0, None, source, target, CPU).run(expected(source, 0), stores)
+    assert len(resharder.compare(expected(source, 0), stores)) > 20
+    resharder.run(expected(source, 0), stores)
     assert differing(stores, expected(target, 0)) == []
+    assert resharder.compare(expected(source, 0), stores) == []
+    verify(source, target, expected(source, 0), stores, 0, None, CPU)
 
 
 def test_missing_and_small_stores_are_named():
-    shape = small_shape()
-    source, target = megatron_layout(shape, TrainGrid(1)), vllm_layout(shape, RolloutGrid(1))
-    moved = Resharder(plan(source, target), 0, None, source, target, CPU)
+    source, target, resharder = one_rank()
     stores = expected(source, 0)
     name = "0:decoder.layers.1.mlp.experts.weight1"
     small = {**stores, name: stores[name][:-1]}
     with pytest.raises(ValueError, match=rf"{name}.*hold {stores[name].numel()} elements"):
-        moved.run(small, fresh(target, 0))
+        resharder.run(small, fresh(target, 0))
     del small[name]
     with pytest.raises(ValueError, match=f"no store '{name}'"):
-        moved.run(small, fresh(target, 0))
+        resharder.run(small, fresh(target, 0))
+
+
+def test_transposed_experts():
+    shape = small_shape()
+    source = megatron_layout(shape, TrainGrid(4, ep=2))
+    for parallel in (True, False):
+        target = vllm_layout(shape, RolloutGrid(4, 2, 2, parallel), transposed_experts=True)
+        check_virtual_world(source, target, plan(source, target, cap_bytes=4096))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.sampled_from([1024, 8192, 1 << 20]))
+def test_random_worlds_and_back(seed, cap_bytes):
+    job = random_job(random.Random(seed))
+    source, target = layouts(job)
+    check_virtual_world(source, target, plan(source, target, job.node, cap_bytes))
+    check_virtual_world(target, source, plan(target, source, job.node, cap_bytes))
+
+
+SHRUNK = dict(hidden=8, head_dim=2, vocab=1519, expert_ffn=16)
+BIG_WORLDS = [
+    pytest.param("235B ep64", {}, id="128 ep64"),
+    pytest.param("235B tp16", {}, id="128 tp16"),
+    pytest.param("1024 ep64", {}, id="1024 ep64", marks=pytest.mark.full),
+    pytest.param("1024 tp16", {}, id="1024 tp16", marks=pytest.mark.full),
+    pytest.param("30B 2x8 ep16", {"world": 128}, id="128 30B ep16"),
+    pytest.param("30B 2x8 tp16", {"world": 1024}, id="1024 30B tp16", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "changes"), BIG_WORLDS)
+def test_worlds_of_the_reference_jobs(row, changes):
+    """All ranks of the reference jobs, matrices shrunk, layers, experts, heads and degrees as they are."""
+    source, target = layouts(Job(**{**ROWS[row][0], **SHRUNK, **changes}))
+    check_virtual_world(source, target, plan(source, target, cap_bytes=1 << 16))
+
+
+# Real processes
 
 
 def pairs_on_gloo(rank: int, world: int, moe: bool, cap: int) -> int:
     dist.init_process_group("gloo")
     shape, count = small_shape(moe), 0
     for source in train_layouts(shape, world).values():
+        held = expected(source, rank)
         for target in rollout_layouts(shape, world).values():
             there = plan(source, target, node_size=2, cap_bytes=cap)
             resharder = Resharder(there, rank, dist.group.WORLD, source, target, CPU)
+            prepare(resharder, CPU)
+            assert not resharder.pairwise
             stores = fresh(target, rank)
-            for _ in range(2):
-                resharder.run(expected(source, rank), stores)
+            for resharder.pairwise in (False, True, False):
+                resharder.run(held, stores)
                 assert differing(stores, expected(target, rank)) == [], (source.name, target.name)
+                assert resharder.compare(held, stores) == []
+            verify(source, target, held, stores, rank, dist.group.WORLD, CPU)
             back = plan(target, source, node_size=2, cap_bytes=cap)
             trained = fresh(source, rank)
             Resharder(back, rank, dist.group.WORLD, target, source, CPU).run(stores, trained)
-            assert differing(trained, expected(source, rank)) == [], (target.name, source.name)
+            assert differing(trained, held) == [], (target.name, source.name)
             count += there.rounds > 1
     dist.destroy_process_group()
     return count
@@ -136,5 +165,131 @@ def pairs_on_gloo(rank: int, world: int, moe: bool, cap: int) -> int:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 def test_every_pair_of_layouts_on_gloo(world, moe):
-    counts = run_ranks(world, pairs_on_gloo, world, moe, 4096, timeout_s=300)
-    assert counts[0] > 0
+    assert run_ranks(world, pairs_on_gloo, world, moe, 4096, timeout_s=400)[0] > 0
+
+
+def damaged_on_gloo(rank: int) -> list[str]:
+    """What each kind of damage makes `verify` say, and what differing plans make `agree` say."""
+    dist.init_process_group("gloo")
+    world, shape = dist.group.WORLD, small_shape()
+    source, target = megatron_layout(shape, TrainGrid(2, pp=2)), vllm_layout(shape, RolloutGrid(2, 2, 1, True))
+    held = expected(source, rank)
+    resharder = Resharder(plan(source, target, cap_bytes=4096), rank, world, source, target, CPU)
+    said = []
+
+    def after(damage, first=None) -> None:
+        stores = first or expected(target, rank)
+        if rank == 1 or first:
+            damage(stores)
+        try:
+            verify(source, target, held, stores, rank, world, CPU)
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+
+    w13, w2 = (f"model.layers.2.mlp.experts.routed_experts.{name}_weight" for name in ("w13", "w2"))
+
+    def flip(stores):
+        stores[w2].view(torch.uint8)[100] ^= 1
+
+    def swap(stores):
+        experts = stores[w13].view(4, -1)
+        experts[[1, 2]] = experts[[2, 1]]
+
+    def swap_rows(stores):
+        rows = stores["model.layers.0.self_attn.o_proj.weight"].view(16, -1)
+        rows[[3, 9]] = rows[[9, 3]]
+
+    for damage in (flip, swap, swap_rows, lambda stores: None):
+        after(damage)
+    dropped = resharder.rounds.pop()
+    after(lambda stores: resharder.run(held, stores), fresh(target, rank))
+    resharder.rounds.append(dropped)
+    after(lambda stores: resharder.run(held, stores), fresh(target, rank))
+    for cap in (4096, 4096 * (rank + 1)):
+        try:
+            agree(plan(source, target, cap_bytes=cap), world, CPU)
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    dist.destroy_process_group()
+    return said
+
+
+@pytest.mark.slow
+def test_damage_is_caught_and_named():
+    first, second = run_ranks(2, damaged_on_gloo)
+    flip, swap, rows, nothing, dropped, whole, same, other = first
+    assert first[:6] == second[:6]  # every rank says the same
+    assert "model.layers.2.mlp.experts.4.down_proj.weight: box ((0, 4), (4, 8)" in flip and "of rank 1" in flip
+    assert "experts.5.gate_proj" in swap and "experts.6.up_proj" in swap and "experts.4" not in swap
+    assert "model.layers.0.self_attn.o_proj.weight" in rows and "layers.1." not in rows
+    assert nothing == whole == same == "" and "weights differ after the sync" in dropped
+    assert "different plans" in other
+
+
+def broken_all_to_all(rank: int) -> bool:
+    """A backend whose all_to_all_single delivers zeros: the pairwise exchange takes over and is right."""
+    dist.init_process_group("gloo")
+    shape = small_shape()
+    source, target = megatron_layout(shape, TrainGrid(2, ep=2)), vllm_layout(shape, RolloutGrid(2, 2))
+    resharder = Resharder(plan(source, target, cap_bytes=4096), rank, dist.group.WORLD, source, target, CPU)
+    real = dist.all_to_all_single
+
+    def zeros(receive, send, *splits, **options):
+        work = real(receive, send, *splits, **options)
+        work.wait()
+        receive.zero_()
+        return work
+
+    dist.all_to_all_single = zeros
+    prepare(resharder, CPU)
+    stores = fresh(target, rank)
+    resharder.run(expected(source, rank), stores)
+    assert differing(stores, expected(target, rank)) == []
+    dist.destroy_process_group()
+    return resharder.pairwise
+
+
+@pytest.mark.slow
+def test_a_broken_exchange_is_replaced():
+    assert run_ranks(2, broken_all_to_all) == [True, True]
+
+
+def golden_on_gloo(rank: int, moe: bool) -> list[str]:
+    """Names in order; every whole tensor must equal the one that a single rank's checkpoint layout holds."""
+    dist.init_process_group("gloo")
+    shape, names = small_shape(moe), []
+    for source in train_layouts(shape, 2).values():
+        names = []
+        held = expected(source, rank)
+        for name, tensor in gather_full(source, held, rank, dist.group.WORLD, CPU, bucket_bytes=3000):
+            names.append(name)
+            kind = next(k for k in source.kinds.values() if match(k.template, name))
+            number = list(source.kinds).index(kind.name)
+            layer, unit = position(kind.template, name)
+            first = layer * kind.shape[1] + (unit if kind.unit_is_tensor else 0)
+            place = torch.arange(tensor.numel()) + first * kind.shape[2] * kind.shape[3]
+            want = (place * 2654435761 + number * 40503) % 4294967291 % 251
+            assert torch.equal(tensor.flatten().long(), want), (source.name, name)
+    dist.destroy_process_group()
+    return names
+
+
+def position(template: str, name: str) -> tuple[int, int]:
+    found = match(template, name)
+    return int(found.groupdict().get("layer") or 0), int(found.groupdict().get("unit") or 0)
+
+
+def match(template: str, name: str):
+    pattern = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{unit\}", r"(?P<unit>\d+)")
+    return re.fullmatch(pattern, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_golden_path_gathers_every_tensor(moe):
+    first, second = run_ranks(2, golden_on_gloo, moe)
+    shape = small_shape(moe)
+    count = 3 + 4 * (9 + 3 * 8) if moe else 2 + 4 * (6 + 3 + 3)
+    assert first == second and len(first) == len(set(first)) == count, shape
