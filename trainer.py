@@ -43,6 +43,7 @@ from parallel.keeper import Keeper
 from parallel.megatron_layout import megatron_layout
 from parallel.megatron_model import build, snapshot, swapped
 from parallel.micro_batches import MicroBatch, spread, unpack
+from parallel.offload import TrainOffload
 from parallel.packing import Update, plan_updates
 from parallel.phases import PhaseMachine
 from parallel.replay import ReplayRouter, RoutingReplay
@@ -81,6 +82,7 @@ class Trainer:
         train, algorithm = config.train, config.algorithm
         with self.phase("build"):
             self.engine = Engine(config, inputs.shape, groups.rollout, device, inputs.stop_ids)
+            self.engine.sleep()  # the device is the training side's until the first sync
             replay, num_updates = config.rollout.routing_replay, inputs.total_steps * self.updates_per_rollout
             router = {} if replay == "none" else {"router": ReplayRouter}
             self.model = build(inputs.shape, config, groups.train, device, num_updates, **router)
@@ -95,13 +97,14 @@ class Trainer:
         place = (self.rank, groups.world, device)
         self.weights = WeightSync(self.layout, self.engine.layout, config.rollout, *place)
         self.keeper = Keeper(config, self.model, self.layout, groups, inputs.total_steps)
+        self.offload = TrainOffload(self.model)
         moves = {
-            "wake_weights": self.engine.wake_weights,
+            "wake_weights": self.wake_weights,
             "reshard": self.reshard,
-            "free_training": lambda: None,
+            "free_training": self.offload.free_params,
             "wake_cache": self.engine.wake_cache,
             "sleep": self.engine.sleep,
-            "restore_training": lambda: None,
+            "restore_training": self.offload.restore,
         }
         self.phases = PhaseMachine(moves, device.memory)
         self.journal = Journal(config, run_dir, inputs.shape, device, groups.host, inputs.total_steps)
@@ -267,6 +270,11 @@ class Trainer:
         return np.concatenate([np.zeros(0), *engine]), np.concatenate([np.zeros(0), *(old[i] for i in own)])
 
     # Weights, state, log
+
+    def wake_weights(self) -> None:
+        """Optimizer state makes room first; parameters leave after the engine has them."""
+        self.offload.free_optimizer()
+        self.engine.wake_weights()
 
     def reshard(self) -> None:
         if self.weights.runs and not self.config.rollout.sync_weights:

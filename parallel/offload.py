@@ -1,7 +1,7 @@
 """Training state to host memory and back, while the engine generates: one copy for each flat arena, at the copy rate.
 
     params       DDP's flat parameter buffers; every parameter and shard is a view of them
-    optimizer    fp32 masters and Adam's moments, moved at construction into one flat tensor each (a step writes in place)
+    optimizer    fp32 masters and Adam's moments, moved at construction into one flat tensor each
     gradients    dropped whenever something is moved, zeros afterwards
 
 A freed arena keeps its tensors: only its storage shrinks to nothing, so views, addresses of Python objects and
