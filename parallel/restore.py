@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from parallel.agree import each, gather, on_first
 from parallel.boxes import cover_gap, disjoint
@@ -141,7 +142,12 @@ class _Restore:
             loaded = allocate(headers[i])
             self._read(row[self.rank], headers[i], loaded)
             moved = plan(source, target, partial=True)
-            Resharder(moved, self.rank, self.group, source, target, self.device).run(loaded, stores)
+            Resharder(moved, self.rank, self.group, source, target, self._buffers).run(loaded, stores)
+
+    @property
+    def _buffers(self) -> Device:
+        """Where the group can exchange: gloo alone knows the host only."""
+        return Device("cpu") if dist.is_initialized() and dist.get_backend(self.group) == "gloo" else self.device
 
     def _agreed(self, function: Callable[[], T]) -> T:
         """`function` on all ranks; whatever is wrong with a file on any rank is Torn on all."""
