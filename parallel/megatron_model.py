@@ -36,7 +36,7 @@ from parallel.megatron_options import (
     split_passthrough,
     transformer_fields,
 )
-from parallel.megatron_spec import HiddenModel, block_spec, mark_parameters
+from parallel.megatron_spec import HiddenModel, block_spec, mark_parameters, store_name, te_block_spec
 
 
 @dataclass
@@ -84,7 +84,7 @@ class TrainModel:
         """Store name "CHUNK:PARAMETER" -> parameter, in a fixed order."""
         for index, chunk in enumerate(self.chunks):
             for name, parameter in chunk.module.named_parameters():
-                yield f"{index}:{name}", parameter
+                yield f"{index}:{store_name(name)}", parameter
 
     def stores(self) -> dict[str, Tensor]:
         """Live parameter storage by the names of megatron_layout; writing to it must be followed by after_load()."""
@@ -182,11 +182,12 @@ def _build_chunks(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     train = config.train
     layers = stage_layers(shape.num_layers, grid.pp, grid.vpp, train.first_stage_layers, train.last_stage_layers)
+    layers_of = te_block_spec if train.spec == "te" else block_spec
     for index, held in enumerate(layers[stage]):
         vp_stage = index if grid.vpp > 1 else None
         model = HiddenModel(
             tconfig,
-            block_spec(tconfig, len(held), router),
+            layers_of(tconfig, len(held), router),
             vocab_size=padded_vocab(shape.vocab, grid.tp),
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

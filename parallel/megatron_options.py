@@ -74,7 +74,7 @@ FIXED = {
     "apply_rope_fusion": "needs TransformerEngine",
     "moe_permute_fusion": "needs TransformerEngine",
     "moe_router_fusion": "needs TransformerEngine",
-    "moe_grouped_gemm": "always on, by torch's grouped_mm",
+    "moe_grouped_gemm": "always on, whatever train.spec is",
 }
 SHAPE_FIELDS = (
     "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size layernorm_epsilon "
@@ -104,8 +104,9 @@ def split_passthrough(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str
 def check(config: Config, shape: ModelShape, grid: TrainGrid, device: Device) -> None:
     """ValueError for layouts and options that Megatron would refuse late, or not at all."""
     train = config.train
-    if train.spec == "te" and not importlib.util.find_spec("transformer_engine"):
-        raise ValueError("train.spec = te, but transformer_engine is not installed; use train.spec = torch")
+    if train.spec == "te" and (device.kind != "cuda" or not importlib.util.find_spec("transformer_engine")):
+        why = "is not installed" if device.kind == "cuda" else f"does not run on {device.kind}"
+        raise ValueError(f"train.spec = te, but transformer_engine {why}; use train.spec = torch")
     if grid.etp > 1 and grid.ep > 1 and device.kind == "cpu":
         raise ValueError(
             f"train.etp = {grid.etp} and train.ep = {grid.ep} together gather unequal sizes, which gloo cannot; "
@@ -184,6 +185,7 @@ def transformer_fields(config: Config, shape: ModelShape, grid: TrainGrid, devic
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
             moe_router_dtype="fp32",
+            moe_grouped_gemm=train.spec == "te",
         )
     return fields | _recompute(train.recompute, shape.is_moe)
 

@@ -1,6 +1,7 @@
 """The layers that Megatron assembles, in plain torch on every device: RMSNorm, packed attention, stacked experts.
 
-TransformerEngine is left out: what it fuses, torch's own kernels (rms_norm, varlen attention, grouped_mm) nearly match.
+TransformerEngine is optional: torch's own kernels (rms_norm, varlen attention, grouped_mm) nearly match what it fuses.
+Its spec (train.spec = "te") is written from Megatron's sources and has not been run.
 """
 
 from __future__ import annotations
@@ -123,6 +124,30 @@ def _npu_grouped(x: Tensor, weight: Tensor, ends: Tensor, group_type: int) -> Te
 def block_spec(config: TransformerConfig, num_layers: int, router: type = TopKRouter) -> TransformerBlockSubmodules:
     """Spec of one model chunk. `router` may be a subclass of TopKRouter (routing replay)."""
     return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, router)] * num_layers, layer_norm=RMSNorm)
+
+
+TE_NAMES = {
+    ".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
+    ".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight",
+}
+"""TransformerEngine fuses two norms into the linear layer behind them; stores keep the plain names."""
+
+
+def store_name(name: str) -> str:
+    return next((name.replace(te, plain) for te, plain in TE_NAMES.items() if name.endswith(te)), name)
+
+
+def te_block_spec(config: TransformerConfig, num_layers: int, router: type = TopKRouter) -> TransformerBlockSubmodules:
+    """The same layers from TransformerEngine; each expert is a parameter (megatron_layout's stacked_experts off)."""
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
+    )
+    if config.num_moe_experts:
+        layer.submodules.mlp.submodules.router = router
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
 
 
 def _layer_spec(config: TransformerConfig, router: type) -> ModuleSpec:

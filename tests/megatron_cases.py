@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import os
@@ -344,8 +345,10 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def world(kind: str = "cpu") -> Iterator[None]:
-    """All process groups of one case: they have threads, which Megatron's own tear-down leaves running."""
+    """All process groups of one case. They have threads, which end only when nothing refers to them: models are
+    cycles, and Megatron's rotary embedding is cached together with its context-parallel group."""
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings import RotaryEmbedding
 
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -355,3 +358,5 @@ def world(kind: str = "cpu") -> Iterator[None]:
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    RotaryEmbedding.forward.cache_clear()
+    gc.collect()

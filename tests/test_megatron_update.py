@@ -209,6 +209,32 @@ def _no_tokens(rank: int, paths: dict[str, Path]) -> None:
         assert math.isfinite(stats["grad_norm"][0]) and stats["grad_norm"][0] > 0
 
 
+def _sequence_sums(rank: int, paths: dict[str, Path]) -> None:
+    """A loss of whole sequences has the same gradient whether a sequence lies on one rank or on two."""
+    from parallel.micro_batches import build_micro_batches
+
+    batch = make_batch(50)
+    arguments = batch["sequences"], batch["prompts"], [[3, 5, 1]], batch["fields"]
+    gradients = []
+    for cp, part, group in ((1, 0, None), (2, rank, dist.group.WORLD)):
+        (mb,) = build_micro_batches(*arguments, part, cp, cp_group=group)
+        weight = mb.fields["weight"]
+        logp = mb.fields["old"].clone().requires_grad_()
+        sums = mb.sequence_sums(logp * weight) / mb.sequence_sums(weight)
+        own = [batch["prompts"][i] for i in (3, 5, 1)]
+        (sums.exp()[mb.segments] * weight * mb.fields["advantage"]).sum().backward()
+        starts = [start - prompt + 1 for (start, _), prompt in zip(mb.spans, own, strict=True)]
+        found: dict[tuple[int, int], float] = {}
+        for row, grad in zip(mb.rows.tolist(), logp.grad.tolist(), strict=True):
+            sequence = max(k for k, start in enumerate(starts) if start <= row)
+            if row - starts[sequence] < len(batch["sequences"][(3, 5, 1)[sequence]]):
+                found[sequence, row - starts[sequence]] = grad
+        gradients.append(found)
+    whole, split = gradients
+    assert any(whole.values()) and 0 < len(split) < len(whole)
+    assert all(abs(whole[place] - grad) < 1e-6 for place, grad in split.items())
+
+
 def _statistics(rank: int, paths: dict[str, Path]) -> None:
     for layout in ({}, {"pp": 2}, {"cp": 2}, {"tp": 2}):
         model, _, case = build_case(paths["qwen3"], layout)
@@ -245,7 +271,7 @@ def test_masters_and_reference_policy(cases: dict[str, Path]) -> None:
 
 
 def test_counts_empty_ranks_and_statistics(cases: dict[str, Path]) -> None:
-    on_two_ranks(_unequal_counts, _no_tokens, _statistics, _scoring_has_no_dropout, paths=cases)
+    on_two_ranks(_sequence_sums, _unequal_counts, _no_tokens, _statistics, _scoring_has_no_dropout, paths=cases)
 
 
 def test_auxiliary_loss(cases: dict[str, Path], tmp_path: Path) -> None:
@@ -325,7 +351,7 @@ def test_what_cannot_work_is_refused_early(cases: dict[str, Path]) -> None:
     assert "8 experts do not divide by train.ep = 3" in refusal(moe, world_size=3, ep=3)
     assert "4 attention heads do not divide by train.tp = 8" in refusal(dense, tp=8)
     assert "no experts" in refusal(dense, ep=2)
-    assert "transformer_engine is not installed" in refusal(dense, spec="te")
+    assert "transformer_engine does not run on cpu" in refusal(dense, spec="te")
     assert "TransformerEngine" in refusal(dense, megatron={"use_precision_aware_optimizer": True})
     assert "train.tp" in refusal(dense, megatron={"tensor_model_parallel_size": 2})
     assert "always 0" in refusal(dense, megatron={"attention_dropout": 0.1})
