@@ -222,6 +222,7 @@ def build_case(directory: Path, layout: dict[str, Any], total_steps: int = 10, k
     grid = TrainGrid(world, **axes, order=layout.get("order", "tp-cp-ep-dp-pp"))
     config = make_config(layout, **train)
     model = build(shape, config, grid, Device(kind), total_steps)
+    _built.append(model)
     first, last = config.train.first_stage_layers, config.train.last_stage_layers
     table = megatron_layout(shape, grid, first, last, "float32")
     assert set(kinds(shape)) == set(table.kinds)
@@ -341,12 +342,14 @@ def _store() -> dist.Store:
 
 
 _numbers = itertools.count()
+_built: list[Any] = []
 
 
 @contextlib.contextmanager
 def world(kind: str = "cpu") -> Iterator[None]:
     """All process groups of one case. They have threads, which end only when nothing refers to them: models are
-    cycles, and Megatron's rotary embedding is cached together with its context-parallel group."""
+    cycles, Megatron's rotary embedding is cached together with its context-parallel group, and its token dispatchers
+    keep tensors whose autograd graph leads back to the model, which the garbage collector cannot see."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings import RotaryEmbedding
 
@@ -358,5 +361,13 @@ def world(kind: str = "cpu") -> Iterator[None]:
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    _release()
     RotaryEmbedding.forward.cache_clear()
     gc.collect()
+
+
+def _release() -> None:
+    for module in (m for model in _built for chunk in model.chunks for m in chunk.modules()):
+        if hasattr(module, "token_dispatcher"):
+            module.token_dispatcher = None
+    _built.clear()
