@@ -45,6 +45,12 @@ def gather_full(
         yield from ((kind.tensor_name(layer, unit), tensor) for (kind, layer, unit), tensor in full.items())
 
 
+def num_broadcasts(layout: Layout, bucket_bytes: int = 256 << 20) -> int:
+    """Collectives of one gather_full."""
+    limit = bucket_bytes // getattr(torch, layout.dtype).itemsize
+    return sum(len(_parts(layout, bucket)) for bucket in _buckets(layout, limit))
+
+
 def _buckets(layout: Layout, limit: int) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
