@@ -193,6 +193,7 @@ def save_maps(runner: Any) -> list[torch.Tensor]:
     return [tensor.cpu().clone() for tensor in eplb_tensors(runner)]
 
 
+@torch.inference_mode()  # vLLM's own updates have made some of them inference tensors
 def restore_maps(runner: Any, saved: Sequence[torch.Tensor]) -> None:
     for tensor, copy in zip(eplb_tensors(runner), saved, strict=True):
         tensor.copy_(copy)
