@@ -5,6 +5,7 @@ each sequence routes natively. Routes are random: any row, layer or rank that is
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -234,25 +235,49 @@ def test_queue_forces_what_is_recorded_and_leaves_the_rest():
 
 
 class Chunk(torch.nn.Module):
-    def __init__(self, layers):
+    """Looks like a model chunk of the given global layers."""
+
+    def __init__(self, layers, dense=()):
         super().__init__()
-        self.queues = [RouteQueue() for _ in layers]
-        routers = [type("L", (), dict(router=type("R", (), dict(router_replay=q))())) for q in self.queues]
-        self.decoder = type("D", (), {})()
-        self.decoder.layers = [
-            type("B", (), dict(layer_number=n + 1, mlp=mlp)) for n, mlp in zip(layers, routers, strict=True)
-        ]
+        moe = [SimpleNamespace(router=SimpleNamespace(router_replay=RouteQueue())) for _ in layers]
+        pairs = zip(layers, moe, strict=True)
+        held = [SimpleNamespace(layer_number=n + 1, mlp=SimpleNamespace() if n in dense else m) for n, m in pairs]
+        self.decoder = SimpleNamespace(layers=held)
+
+
+def fake_replay(chunks, mode="R3"):
+    grid = TrainGrid(1)
+    model = SimpleNamespace(
+        chunks=[SimpleNamespace(module=chunk) for chunk in chunks],
+        shape=SimpleNamespace(experts_per_token=2, num_layers=4),
+        grid=grid,
+    )
+    return RoutingReplay(mode, model, grid.coord(0))
 
 
 def test_unconsumed_routes_are_noticed():
-    grid, coord = TrainGrid(1), TrainGrid(1).coord(0)
-    layers = [list(held) for held in stage_layers(4, 1, 2, 0, 0)[0]]
-    chunks = [type("D", (), dict(module=Chunk(held)))() for held in layers]
-    shape = type("S", (), dict(experts_per_token=2))()
-    replay = RoutingReplay("R3", type("M", (), dict(chunks=chunks, shape=shape, grid=grid))(), coord)
+    replay = fake_replay([Chunk(list(held)) for held in stage_layers(4, 1, 2, 0, 0)[0]])
     assert replay.layers == [0, 1, 2, 3]
     batch = rows_of([5])
     replay.sequences = {0: np.zeros((4, 4, 2), np.uint8)}
     replay.attach([batch])
     with pytest.raises(RuntimeError, match="layer 0: 0 of 1 recorded routes replayed"):
         replay.require_consumed([batch])
+
+
+def test_the_total_of_all_ranks_and_unbelievable_routes_are_checked():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        replay = fake_replay([Chunk([0, 1, 2, 3])])
+        replay.consumed, replay.queues[0].tally = 16, torch.tensor([16, 4])
+        assert replay.finish(4, 1, None) == {"training/routes_differ": (4.0, 16.0)}
+        replay.consumed = 12
+        with pytest.raises(RuntimeError, match=r"12 recorded .* not 16"):
+            replay.finish(4, 1, None)
+        replay.consumed, replay.queues[0].tally = 16, torch.tensor([16, 9])
+        with pytest.raises(RuntimeError, match="9 of 16 replayed choices"):
+            replay.finish(4, 1, None)
+    finally:
+        dist.destroy_process_group()
