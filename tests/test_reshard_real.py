@@ -1,0 +1,119 @@
+"""Real Megatron parameters into a real vLLM, on gloo: every pair of layouts, bit for bit what vLLM's own loader writes.
+
+One engine start serves all training layouts: Megatron models are built first and their parameters kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launch.tiny_models import write_model
+from tests.ranks import run_ranks
+from tests.test_engine import World, unequal
+
+TRAIN: dict[str, dict[str, int]] = {
+    "tp1": {},
+    "tp2": dict(tp=2),
+    "pp2": dict(pp=2),
+    "tp2 pp2": dict(tp=2, pp=2),
+}
+TRAIN_EXPERTS = {"ep2": dict(ep=2), "tp2 ep2": dict(tp=2, ep=2), "pp2 ep2": dict(pp=2, ep=2), "etp2": dict(tp=2, etp=2)}
+ROLLOUT: dict[str, dict[str, Any]] = {"tp1": {}, "tp2": dict(tp=2), "tp4": dict(tp=4)}
+ROLLOUT_EXPERTS = {"ep2": dict(tp=2, expert_parallel=True), "dp2 tp2 ep4": dict(tp=2, dp=2, expert_parallel=True)}
+
+
+def megatron(path: str, world: World, degrees: dict[str, int]) -> tuple[Any, dict[str, Any]]:
+    """(layout, parameters) of a Megatron model that read the checkpoint."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from launch.config import Config, ModelConfig, TrainConfig
+    from parallel import hf
+    from parallel.device import Device
+    from parallel.family import model_shape, read_config
+    from parallel.grid import TrainGrid
+    from parallel.megatron_layout import megatron_layout
+    from parallel.megatron_model import build
+
+    train = TrainConfig(**{"etp": 1, "dtype": "float32", **degrees})
+    shape, device = model_shape(read_config(path)), Device("cpu")
+    etp = degrees.get("etp", 1) if shape.is_moe else train.tp
+    grid = TrainGrid(world.size, tp=train.tp, pp=train.pp, ep=train.ep, etp=etp)
+    layout = megatron_layout(shape, grid, dtype="float32")
+    model = build(shape, Config(model=ModelConfig(path=path), train=train), grid, device, 1)
+    hf.load(path, layout, model.stores(), world.rank, dist.group.WORLD, device)
+    stores = model.stores()
+    parallel_state.destroy_model_parallel()
+    return layout, stores
+
+
+def pairs(rank: int, path: str, train: dict[str, dict], rollout: dict[str, dict]) -> dict[str, list[str]]:
+    """ "TRAIN -> ROLLOUT" -> parameters of the engine that differ after the planned and after the golden sync."""
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    from parallel.device import Device
+    from parallel.reshard import Resharder
+    from parallel.reshard_check import verify
+    from parallel.reshard_golden import gather_full
+    from parallel.reshard_plan import plan
+
+    world, device, found = World(), Device("cpu"), {}
+    sources = {name: megatron(path, world, degrees) for name, degrees in train.items()}
+    group = dist.group.WORLD
+    for name, options in rollout.items():
+        engine = world.engine(path, **options)
+        engine.load(iter(load_file(f"{path}/model.safetensors").items()))
+        loaded = {store: tensor.clone() for store, tensor in engine.stores.items()}
+        for trained, (source, held) in sources.items():
+            moves = plan(source, engine.layout, node_size=2, cap_bytes=1 << 16)
+            resharder = Resharder(moves, rank, group, source, engine.layout, device)
+            wrong = resharder.compare(held, engine.stores)
+            empty(engine.stores)
+            resharder.run(held, engine.stores)
+            verify(source, engine.layout, held, engine.stores, rank, group, device)
+            wrong += unequal_weights(engine, loaded)
+            empty(engine.stores)
+            engine.load(gather_full(source, held, rank, group, device, 1 << 18))
+            found[f"{trained} -> {name}"] = wrong + unequal_weights(engine, loaded)
+        engine.close()
+        destroy_model_parallel()
+    return found
+
+
+def empty(stores: dict[str, Any]) -> None:
+    for store in stores.values():
+        store.fill_(-7.0)
+
+
+def unequal_weights(engine: Any, loaded: dict[str, Any]) -> list[str]:
+    """Padding, which only the engine clears, aside."""
+    from rollout import vllm_params
+
+    vllm_params.clear_padding(engine.stores, engine._padding)
+    return unequal(engine.stores, loaded)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    moe = write_model(root / "moe", "qwen3-moe", initializer_range=0.2, vocab=300)
+    dense = write_model(root / "dense", "qwen2-tied", initializer_range=0.2, vocab=500, hidden_size=128)
+    return {"moe": str(moe), "dense": str(dense)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("model", ["moe", "dense"])
+def test_every_pair_of_layouts(models, model, world):
+    train = TRAIN | (TRAIN_EXPERTS if model == "moe" else {})
+    rollout = ROLLOUT | (ROLLOUT_EXPERTS if model == "moe" else {})
+    if world == 2:
+        train = {name: degrees for name, degrees in train.items() if " " not in name}
+        rollout = {name: options for name, options in rollout.items() if name in ("tp1", "tp2", "ep2")}
+    for found in run_ranks(world, pairs, models[model], train, rollout, timeout_s=500):
+        assert len(found) == len(train) * len(rollout)
+        assert not {pair: names for pair, names in found.items() if names}
