@@ -346,6 +346,8 @@ class Trainer:
         if small is None:
             return 0
         self.collector.load(small["collector"])
+        if self.replay.mode == "R3":
+            self.collector.surplus = []  # routes are not saved: samples of before cannot be replayed
         self.kl = replace(self.kl, coefficient=small["kl"])
         logger.info("resumed after step %d", small["step"])
         return small["step"]
