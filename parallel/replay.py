@@ -48,6 +48,8 @@ class RouteQueue:
         self.again: deque[Tensor] = deque()
         self.recorded: list[Tensor] | None = None
         """A list while a pass records: int16 [tokens, k] per forward."""
+        self.recomputes = True
+        """Off in scoring passes: Megatron checkpoints MoE layers there too, but nothing is ever recomputed."""
         self.used = 0
         """Forward passes that replayed."""
         self.tally: Tensor | None = None
@@ -66,7 +68,7 @@ class RouteQueue:
             values = scores.gather(1, indices)
         if self.recorded is not None:
             self.recorded.append(indices.to(torch.int16))
-        if is_checkpointing():
+        if is_checkpointing() and self.recomputes:
             self.again.append(indices)
         return values, indices
 
@@ -90,6 +92,10 @@ class ReplayRouter(TopKRouter):
         if config.moe_router_fusion:
             raise ValueError("rollout.routing_replay needs train.megatron.moe_router_fusion = false")
         self.router_replay = RouteQueue()
+
+    def train(self, mode: bool = True) -> ReplayRouter:
+        self.router_replay.recomputes = mode
+        return super().train(mode)
 
 
 def queues(chunk: Any) -> Iterator[tuple[int, RouteQueue]]:

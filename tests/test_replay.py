@@ -136,6 +136,7 @@ LAYOUTS = [
     ("tp2 ep2 pp2, recomputed", dict(tp=2, ep=2, pp=2), FULL),
     ("cp2 pp2 vpp2, recomputed", dict(cp=2, pp=2, vpp=2), FULL),
     ("R2: tp2 cp2 ep4, recomputed", dict(tp=2, cp=2, ep=4), dict(mode="R2", **FULL)),
+    ("pp2 ep2, MoE layers recomputed", dict(pp=2, ep=2), dict(recompute="selective")),
     ("token", {}, dict(shift="token")),
     ("layer", dict(pp=2), dict(shift="layer")),
 ]
