@@ -76,11 +76,20 @@ def reshard(argv: list[str], rank: int, world: int, options: argparse.Namespace)
     plan_s, memory = time.perf_counter() - start, peak_bytes(device)
     resharder = Resharder(moves, rank, group, source, target, device)
     prepare(resharder, device)
-    found = {"planned": bench.figures(lambda: resharder.run(held, got), len(resharder.rounds), memory)}
-    verify(source, target, held, got, rank, group, device)
+    bench.times(lambda: resharder.run(held, got), repeats=WARM_UPS)
+    planned_peak = bench.most(peak_bytes(device) - memory)
     splits = [[sum(step.send_splits[r] for step in resharder.rounds) for r in range(world)]]
     splits.append([sum(step.receive_splits[r] for step in resharder.rounds) for r in range(world)])
-    found["bare"] = bench.figures(bare_exchange(splits, resharder.dtype, group, device), 1, 0)
+    exchange = bare_exchange(splits, resharder.dtype, group, device)
+    bench.times(exchange, repeats=WARM_UPS)
+    # Side by side, so that other load on the machine meets both.
+    times = bench.times(lambda: resharder.run(held, got), exchange)
+    verify(source, target, held, got, rank, group, device)
+    received = bench.most(sum(splits[1]) * resharder.dtype.itemsize)
+    found = {
+        "planned": _row(times[0], received, len(resharder.rounds), planned_peak),
+        "bare": _row(times[1], received, 1 if group else 0, 0.0),
+    }
     for store in got.values():
         store.zero_()
     loader, memory = Loader(target, rank, got), peak_bytes(device)
@@ -89,13 +98,13 @@ def reshard(argv: list[str], rank: int, world: int, options: argparse.Namespace)
         for name, tensor in gather_full(source, held, rank, group, device):
             loader.load(name, tensor)
 
-    found["golden"] = bench.figures(golden, num_broadcasts(source) if group else 0, memory)
+    bench.times(golden, repeats=WARM_UPS)
+    times = bench.times(golden)
     verify(source, target, held, got, rank, group, device)
     whole = resharder.dtype.itemsize * sum(elements(kind.full_box) for kind in source.kinds.values())
-    whole -= sum(store.numel() * store.element_size() for store in held.values())
-    for name, received in (("planned", sum(splits[1]) * resharder.dtype.itemsize), ("golden", whole)):
-        found[name]["received_bytes"] = bench.most(received)
-    found["bare"]["received_bytes"] = found["planned"]["received_bytes"]
+    received = bench.most(whole - sum(store.numel() * store.element_size() for store in held.values()))
+    calls = num_broadcasts(source) if group else 0
+    found["golden"] = _row(times[0], received, calls, bench.most(peak_bytes(device) - memory))
     if world > 1:
         dist.destroy_process_group()
     return {
@@ -172,28 +181,21 @@ class _Bench:
     def __init__(self, group: Any, device: Device, repeats: int):
         self.group, self.device, self.repeats = group, device, repeats
 
-    def figures(self, function: Callable[[], None], collectives: int, memory: int) -> dict[str, float]:
-        """Barrier, run, synchronise; the slowest rank counts. `memory`: peak bytes before."""
+    def times(self, *functions: Callable[[], None], repeats: int = 0) -> list[list[float]]:
+        """Seconds of each function, in turn: barrier, run, synchronise; the slowest rank counts."""
         import torch.distributed as dist
 
-        times = []
-        for _ in range(WARM_UPS + self.repeats):
-            self.device.synchronize()
-            if self.group is not None:
-                dist.barrier(group=self.group)
-            start = time.perf_counter()
-            function()
-            self.device.synchronize()
-            times.append(self.most(time.perf_counter() - start))
-        times = sorted(times[WARM_UPS:])
-        peak = self.most(max(0, peak_bytes(self.device) - memory)) if memory else 0
-        return {
-            "median_s": times[len(times) // 2],
-            "min_s": times[0],
-            "max_s": times[-1],
-            "collectives": collectives,
-            "peak_bytes": peak,
-        }
+        found: list[list[float]] = [[] for _ in functions]
+        for _ in range(repeats or self.repeats):
+            for function, times in zip(functions, found, strict=True):
+                self.device.synchronize()
+                if self.group is not None:
+                    dist.barrier(group=self.group)
+                start = time.perf_counter()
+                function()
+                self.device.synchronize()
+                times.append(self.most(time.perf_counter() - start))
+        return found
 
     def most(self, value: float) -> float:
         import torch
@@ -204,6 +206,18 @@ class _Bench:
         found = torch.tensor([value], dtype=torch.float64, device=self.device.torch)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return float(found)
+
+
+def _row(times: list[float], received: float, collectives: int, peak: float) -> dict[str, float]:
+    ordered = sorted(times)
+    return {
+        "median_s": ordered[len(ordered) // 2],
+        "min_s": ordered[0],
+        "max_s": ordered[-1],
+        "received_bytes": received,
+        "collectives": collectives,
+        "peak_bytes": peak,
+    }
 
 
 def peak_bytes(device: Device) -> int:

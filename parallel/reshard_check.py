@@ -10,6 +10,7 @@ holds what, so sources sum what each owns first; swapped rows, swapped experts a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,25 +178,29 @@ def _wrong(target: Layout, stores: Stores, rank: int, slots: _Slots, sums: torch
 def box_sums(kind: Kind, piece: Piece, box: Box, stores: Stores, dtype: torch.dtype) -> torch.Tensor:
     """[layers, units or 1] int64 sums of the tensors in `box`, which lies within the piece."""
     _, _, rows, cols = kind.shape
-    spans = [torch.arange(*span) for span in box[1:]]
-    unit = spans[0] * (0 if kind.unit_is_tensor else rows)
-    step = max(1, CHUNK // max(1, math.prod(hi - lo for lo, hi in box[2:])))
+    units, inner, columns = (torch.arange(*span) for span in box[1:])
+    base = units * (0 if kind.unit_is_tensor else rows)
     sums = torch.zeros(_tensors(kind, box), dtype=torch.int64)
-    for first in range(0, len(unit), step):
-        part = slice(first, first + step)
-        weights = None
+    for unit, row in _chunks(len(units), len(inner), len(columns)):
+        place = (base[unit, None, None] + inner[row, None]) * cols + columns
+        weights = _mix(place.to(stores[piece.store_name(box[0][0])].device))
         for layer, view in enumerate(views(piece, box)):
-            values = view.of(stores)[part].to(dtype).contiguous()
-            if weights is None:
-                place = ((unit[part, None, None] + spans[1][:, None]) * cols + spans[2]).to(values.device)
-                weights = _mix(place)
-            raw = values.view(RAW[dtype]).to(torch.int64)
+            raw = view.of(stores)[unit, row].to(dtype).contiguous().view(RAW[dtype]).to(torch.int64)
             total = (raw * weights).sum(dim=(1, 2)).cpu()
             if kind.unit_is_tensor:
-                sums[layer, part] += total
+                sums[layer, unit] += total
             else:
                 sums[layer, 0] += total.sum()
     return sums
+
+
+def _chunks(units: int, rows: int, cols: int) -> Iterator[tuple[slice, slice]]:
+    """(units, rows) of at most CHUNK elements: several whole units, or some rows of one."""
+    row_step = max(1, min(rows, CHUNK // cols))
+    unit_step = max(1, CHUNK // (rows * cols)) if row_step == rows else 1
+    for unit in range(0, units, unit_step):
+        for row in range(0, rows, row_step):
+            yield slice(unit, unit + unit_step), slice(row, row + row_step)
 
 
 def _mix(place: torch.Tensor) -> torch.Tensor:

@@ -293,3 +293,20 @@ def test_golden_path_gathers_every_tensor(moe):
     shape = small_shape(moe)
     count = 3 + 4 * (9 + 3 * 8) if moe else 2 + 4 * (6 + 3 + 3)
     assert first == second and len(first) == len(set(first)) == count, shape
+
+
+def test_sums_do_not_depend_on_chunks(monkeypatch):
+    from parallel import reshard_check
+
+    source, _, _ = one_rank()
+    stores = expected(source, 0)
+
+    def sums() -> list[list[int]]:
+        pieces = source.pieces(0)
+        found = (reshard_check.box_sums(source.kinds[p.kind], p, p.box, stores, torch.bfloat16) for p in pieces)
+        return [f.flatten().tolist() for f in found]
+
+    whole = sums()
+    for chunk in (5, 64, 300):
+        monkeypatch.setattr(reshard_check, "CHUNK", chunk)
+        assert sums() == whole
