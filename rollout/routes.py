@@ -67,7 +67,7 @@ class RouteCapture:
             ids = _all_gather_tp(ids)
         if len(ids) < total:
             raise RuntimeError(f"routers saw {len(ids)} of the {total} scheduled tokens")
-        rows = np.zeros((total, self.num_layers, ids.shape[2]), self.dtype)
+        rows: np.ndarray = np.zeros((total, self.num_layers, ids.shape[2]), self.dtype)
         rows[:, layers] = ids[:total].cpu().numpy()
         start = 0
         for name in batch.req_ids:  # the order of tokens in this step
