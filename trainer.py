@@ -117,8 +117,9 @@ class Trainer:
     # The algorithm
 
     def step(self, step: int) -> None:
-        """One step from prompts to metrics; starts and ends with the engine ready to generate."""
+        """One step from prompts to metrics."""
         started, metrics = time.monotonic(), Metrics()
+        self.sync()
         with self.phase("gen"):
             samples, sampling = self.collector.collect(partial(self.sample, step, metrics))
             self.phases.to_training()
@@ -137,12 +138,11 @@ class Trainer:
             self.judge(batch, step)
         with self.phase("update_actor"):
             self.update(batch, updates, metrics)
-        if self.keeper.is_due(step):
-            self.save(step)
-        self.sync()
         seconds = time.monotonic() - started
         self.stop.observe(step_s=seconds)
         self.log(step, batch, updates, metrics, seconds)
+        if self.keeper.is_due(step):
+            self.save(step)
 
     def sample(self, step: int, metrics: Metrics, prompts: list[Prompt]) -> list[Sample]:
         """Generate and score; every rank scores what its engine returned, then all ranks get all samples."""
@@ -288,21 +288,20 @@ class Trainer:
             self.weights.run(self.model.stores(), self.engine.stores)
 
     def sync(self) -> None:
-        """New weights into the engine, which is then ready to generate."""
-        with self.phase("reshard"):
-            self.phases.to_generating()
+        """The engine has the newest weights and is ready to generate."""
+        if self.phases.state == "training":
+            with self.phase("reshard"):
+                self.phases.to_generating()
 
     def train(self) -> str | None:
         """All steps; why the run stopped early, or None."""
         config, total = self.config, self.inputs.total_steps
         done = self.resume()
         self.journal.open(done)
-        self.sync()
         if config.eval.before_training and not done:
             self.journal.write(0, self.evaluate())
         for step in range(done + 1, total + 1):
             if reason := self.stop.decide(self.groups.host):
-                self.phases.to_training()
                 self.save(step - 1)
                 self.keeper.wait()
                 self.run_dir.status("stopped", reason, step - 1, total)
@@ -318,23 +317,24 @@ class Trainer:
         def answer(sample: Sample) -> str:
             return self.inputs.tokenizer.decode(sample.response, skip_special_tokens=True)
 
-        self.phases.require("generating")
+        self.sync()
         with self.phase("testing"):
             return evaluate(
                 self.engine, self.inputs.validation.values(), self.config, self.score, answer, self.groups.host
             )
 
     def log(self, step: int, batch: Experience, updates: Sequence[Update], metrics: Metrics, seconds: float) -> None:
-        """Fold the metrics of all ranks, validate if it is time, write."""
+        """Validate if it is time, fold the metrics of all ranks, write; before the save, so that none is lost."""
         every, total, ranks = self.config.eval.every_steps, self.inputs.total_steps, range(self.groups.train.dp)
         partitions = [[i for update in updates for micro in update.dealt[rank] for i in micro] for rank in ranks]
+        validation = self.evaluate() if every and (step % every == 0 or step == total) else {}
         result = self.journal.fold(step, batch, partitions, metrics, self.watchdog.timings() | {"step": seconds})
-        result["training/epoch"] = self.collector.epoch
-        if every and (step % every == 0 or step == total):
-            result |= self.evaluate()
+        result |= {"training/epoch": self.collector.epoch, **validation}
         self.journal.write(step, result, batch, self.inputs.tokenizer.decode)
 
     def save(self, step: int) -> None:
+        if self.phases.state == "generating":
+            self.phases.to_training()
         with self.phase("save_checkpoint"):
             small = {"kl": self.kl.coefficient, "collector": self.collector.state()}
             self.stop.observe(save_s=self.keeper.save(step, small))
