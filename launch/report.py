@@ -60,7 +60,7 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> tuple[list[int], dict[str, lis
 def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+    return value if value == int(value) else float(f"{value:.{DIGITS}g}")
 
 
 def flatten(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -125,11 +125,13 @@ def read_run(path: Path, name: str) -> dict[str, Any]:
 
 def names(paths: list[Path]) -> list[str]:
     """The shortest ends of the paths that tell them apart; equal paths get a number."""
-    parts = [path.resolve().with_suffix("").parts if path.is_file() else path.resolve().parts for path in paths]
-    parts = [p[:-1] if p[-1] == "metrics" and len(p) > 2 else p for p in parts]
-    short = ["/".join(p[-1:]) for p in parts]
-    for depth in range(2, max(map(len, parts)) + 1):
-        short = [s if short.count(s) == 1 else "/".join(p[-depth:]) for s, p in zip(short, parts, strict=True)]
+    parts = [path.resolve().with_suffix("").parts[1:] if path.is_file() else path.resolve().parts[1:] for path in paths]
+    parts = [p[:-1] if p[-1] == "metrics" and len(p) > 1 else p for p in parts]
+    short = []
+    for part in parts:
+        others = [p for p in parts if p != part]
+        depth = next((n for n in range(1, len(part)) if all(p[-n:] != part[-n:] for p in others)), len(part))
+        short.append("/".join(part[-depth:]))
     return [f"{s} ({short[:i].count(s) + 1})" if short.count(s) > 1 else s for i, s in enumerate(short)]
 
 
