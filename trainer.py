@@ -33,6 +33,7 @@ import reward
 from launch.config import Config, to_toml
 from launch.journal import Journal
 from launch.metrics import Metrics, add_agreement
+from launch.profiler import Profiler, with_ranges
 from launch.runtime import Exit, RunDir, StopRequest, setup_logging
 from launch.watchdog import Watchdog
 from parallel import hf, megatron_step
@@ -77,7 +78,7 @@ class Trainer:
     ):
 
         self.config, self.inputs, self.device, self.groups = config, inputs, device, groups
-        self.run_dir, self.stop, self.watchdog, self.phase = run_dir, stop, watchdog, watchdog.phase
+        self.run_dir, self.stop, self.watchdog, self.phase = run_dir, stop, watchdog, with_ranges(watchdog.phase)
         self.rank, self.coord = groups.rank, groups.train.coord(groups.rank)
         train, algorithm = config.train, config.algorithm
         with self.phase("build"):
@@ -108,6 +109,7 @@ class Trainer:
         }
         self.phases = PhaseMachine(moves, device.memory)
         self.journal = Journal(config, run_dir, inputs.shape, device, groups.host, inputs.total_steps)
+        self.profiler = Profiler(config.log, run_dir.path, self.rank, device.kind)
         self.collector = Collector(inputs.prompts, config, keep_groups)
 
     @property
@@ -119,6 +121,8 @@ class Trainer:
     def step(self, step: int) -> None:
         """One step from prompts to metrics."""
         started, metrics = time.monotonic(), Metrics()
+        with self.phase("start_profile"):
+            self.profiler.start(step)
         self.sync()
         with self.phase("gen"):
             samples, sampling = self.collector.collect(partial(self.sample, step, metrics))
@@ -138,6 +142,8 @@ class Trainer:
             self.judge(batch, step)
         with self.phase("update_actor"):
             self.update(batch, updates, metrics)
+        with self.phase("stop_profile"):
+            self.profiler.stop()
         seconds = time.monotonic() - started
         self.stop.observe(step_s=seconds)
         self.log(step, batch, updates, metrics, seconds)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch import config as options
 from launch.config import Config
+from launch.profiler import profile_flags
 
 if TYPE_CHECKING:
     from parallel.family import ModelShape
@@ -90,6 +91,7 @@ def start(argv: list[str]) -> tuple[Config, Inputs, int, int]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     warnings.filterwarnings("ignore", module=r"(megatron|torch|vllm|transformers)\b")  # nothing that users can act on
     try:
+        argv = profile_flags(argv)
         if (text := options.answer(argv)) is not None:
             print(text)
             sys.exit(0)

@@ -23,6 +23,7 @@ PURE = [
     *(f"parallel/{name}.py" for name in ("family", "grid", "layout", "megatron_layout", "reshard_plan", "packing")),
     *("parallel/memory.py", "parallel/reshard_cuts.py", "parallel/reshard_traffic.py", "rollout/vllm_layout.py"),
     *(f"launch/{name}.py" for name in ("plan", "plan_job", "plan_search", "hardware", "migrate")),
+    *(f"launch/{name}.py" for name in ("migrate_verl", "migrate_slime", "migration", "shell_script")),
 ]
 ALLOWED_FROM_PARALLEL = {f"parallel.{name}" for name in ("device", "grid", "groups", "layout", "family")}
 REACH_EVERYWHERE = {
