@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from launch.inputs import Inputs, refuse, start
+from launch.inputs import Inputs, connect, refuse, start
 
 if __name__ == "__main__":
     STARTED = start(sys.argv[1:])
@@ -30,16 +30,15 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import reward
-from launch.config import Config, to_toml
+from launch.config import Config
 from launch.journal import Journal
 from launch.metrics import Metrics, add_agreement
 from launch.profiler import Profiler, with_ranges
-from launch.runtime import Exit, RunDir, StopRequest, setup_logging
+from launch.runtime import Exit, RunDir, StopRequest
 from launch.watchdog import Watchdog
 from parallel import hf, megatron_step
-from parallel.device import Device, pick
-from parallel.grid import RolloutGrid, TrainGrid
-from parallel.groups import Groups, make_groups
+from parallel.device import Device
+from parallel.groups import Groups
 from parallel.keeper import Keeper
 from parallel.megatron_layout import megatron_layout
 from parallel.megatron_model import build, snapshot, swapped
@@ -76,7 +75,6 @@ class Trainer:
         stop: StopRequest,
         watchdog: Watchdog,
     ):
-
         self.config, self.inputs, self.device, self.groups = config, inputs, device, groups
         self.run_dir, self.stop, self.watchdog, self.phase = run_dir, stop, watchdog, with_ranges(watchdog.phase)
         self.rank, self.coord = groups.rank, groups.train.coord(groups.rank)
@@ -152,7 +150,6 @@ class Trainer:
 
     def sample(self, step: int, metrics: Metrics, prompts: list[Prompt]) -> list[Sample]:
         """Generate and score; every rank scores what its engine returned, then all ranks get all samples."""
-
         config, rollout = self.config, self.config.rollout
         sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p", "stop")}
         most = config.data.max_response_tokens
@@ -166,7 +163,6 @@ class Trainer:
 
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> dict[str, tuple[float, float]]:
         """Write the reward rule's value into each sample; (sum, weight) of failures and parts."""
-
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         items = []
         for sample in samples:
@@ -180,7 +176,6 @@ class Trainer:
         return reward.metrics(scores)
 
     def plan_updates(self, batch: Experience) -> list[Update]:
-
         train, grid = self.config.train, self.groups.train
         multiple = grid.pp if grid.vpp > 1 else 1
         budget = train.micro_batch_tokens * grid.cp
@@ -206,7 +201,6 @@ class Trainer:
             metrics.add(name, value)
 
     def reference_log_probs(self, batch: Experience, updates: Sequence[Update]) -> list[np.ndarray]:
-
         with swapped(self.model, self.reference):
             return self.log_probs(batch, updates)
 
@@ -256,7 +250,8 @@ class Trainer:
                         metrics.add_sum(name if "/" in name else f"actor/{name}", total, weight)
                 if epoch == 0 and passed:
                     current |= unpack(micro, passed)
-        add_agreement(metrics, *self.agreement(batch, current))
+        tells = self.coord.tp == self.coord.cp == 0 and self.coord.pp == self.groups.train.pp - 1
+        add_agreement(metrics, *batch.agreement(current if tells else {}, algorithm.old_log_probs == "rollout"))
         fed_back, passes = int(batch.lengths.sum()) - len(batch.lengths), self.config.train.epochs + self.needs_old_pass
         for name, (total, weight) in self.replay.finish(fed_back, passes, self.groups.host).items():
             metrics.add_sum(name, total, weight)
@@ -266,14 +261,6 @@ class Trainer:
         passed.append(logprobs.detach())
         where = (micro.segments, micro.num_sequences, micro.sequence_sums)
         return policy_loss(self.config.algorithm, logprobs, entropy, micro.fields, *where)
-
-    def agreement(self, batch: Experience, current: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """(engine's, trainer's) log-probs [T] of the same tokens; one rank of each model replica tells them."""
-        tells = self.coord.tp == self.coord.cp == 0 and self.coord.pp == self.groups.train.pp - 1
-        own = sorted(current) if tells else []
-        old = batch.fields.get("old_logprobs", current) if self.config.algorithm.old_log_probs != "rollout" else current
-        engine = [batch.fields["rollout_logprobs"][i] for i in own]
-        return np.concatenate([np.zeros(0), *engine]), np.concatenate([np.zeros(0), *(old[i] for i in own)])
 
     # Weights, state, log
 
@@ -371,24 +358,15 @@ class Trainer:
 
 
 def run(config: Config, inputs: Inputs, rank: int, world: int) -> int:
-
-    started = time.time()
-    train, rollout = config.train, config.rollout
-    etp = train.etp or train.tp
-    grid = TrainGrid(world, train.tp, train.pp, train.vpp, train.cp, train.ep, etp, train.order)
-    device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", 0)))
-    groups = make_groups(grid, RolloutGrid(world, rollout.tp, rollout.dp, rollout.expert_parallel), device)
     try:
-        opened = RunDir.open(config.run_dir, to_toml(config), rank, world, groups.host)
+        device, groups, run_dir = connect(config, rank, world)
     except ValueError as error:
         return refuse(error, rank)
-    with opened as run_dir:
-        setup_logging(run_dir, started)
-        stop = StopRequest(run_dir, config.runtime.time_limit_s, started)
+    with run_dir:
+        stop = StopRequest(run_dir, config.runtime.time_limit_s, run_dir.started)
         stop.install()
         watchdog = Watchdog(run_dir, config.runtime.deadline_s)
-        trainer = Trainer(config, inputs, device, groups, run_dir, stop, watchdog)
-        reason = trainer.train()
+        reason = Trainer(config, inputs, device, groups, run_dir, stop, watchdog).train()
         watchdog.close()
     return int(Exit.FINISHED if reason is None else Exit.STOPPED)
 

@@ -17,7 +17,10 @@ from launch.config import Config
 from launch.profiler import profile_flags
 
 if TYPE_CHECKING:
+    from launch.runtime import RunDir
+    from parallel.device import Device
     from parallel.family import ModelShape
+    from parallel.groups import Groups
     from reward import Scorer
     from rollout.prompts import PromptSet
 
@@ -99,6 +102,23 @@ def start(argv: list[str]) -> tuple[Config, Inputs, int, int]:
         return config, read_inputs(config, world), rank, world
     except ValueError as error:
         sys.exit(refuse(error, rank))
+
+
+def connect(config: Config, rank: int, world: int) -> tuple[Device, Groups, RunDir]:
+    """Join the job: device, process groups, this attempt's run directory with logging. ValueError for bad input."""
+    from launch.runtime import RunDir, setup_logging
+    from parallel.device import pick
+    from parallel.grid import RolloutGrid, TrainGrid
+    from parallel.groups import make_groups
+
+    train, rollout = config.train, config.rollout
+    degrees = (train.tp, train.pp, train.vpp, train.cp, train.ep, train.etp or train.tp)
+    device = pick(config.runtime.device, int(os.environ["LOCAL_RANK"]))
+    grids = TrainGrid(world, *degrees, train.order), RolloutGrid(world, rollout.tp, rollout.dp, rollout.expert_parallel)
+    groups = make_groups(*grids, device, config.runtime.deadline_s or 1800.0)
+    run_dir = RunDir.open(config.run_dir, options.to_toml(config), rank, world, groups.host)
+    setup_logging(run_dir, run_dir.started)
+    return device, groups, run_dir
 
 
 def refuse(error: ValueError, rank: int) -> int:

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,8 @@ class RunDir:
     world: int
     lock: dict[str, Any]
     """Rank 0's record in the lock file."""
+    started: float = field(default_factory=time.time)
+    """Unix seconds."""
 
     @classmethod
     def open(cls, path: str | Path, config_toml: str, rank: int = 0, world: int = 1, group: Any = None) -> RunDir:

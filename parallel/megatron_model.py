@@ -128,6 +128,8 @@ def build(
             DistributedDataParallel(tconfig, dconfig, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(_build_chunks(shape, config, grid, tconfig, router, device))
         ]
+        for buffer in (b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+            buffer.param_data.zero_()  # vocabulary padding is never loaded, and must not be what memory held before
         _connect(tconfig, dconfig, chunks)
         megatron_optimizer = get_megatron_optimizer(oconfig, chunks, use_gloo_process_groups=False)
         if config.train.optimizer.kind == "sgd":

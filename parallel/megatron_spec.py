@@ -84,7 +84,7 @@ def _fused_swiglu(both: Tensor, probs: Tensor) -> Tensor:
 
 
 def _parameter(config: TransformerConfig, *sizes: int) -> nn.Parameter:
-    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    device = "cpu" if config.use_cpu_initialization else "cuda"  # the current one; adaptors map the name
     return nn.Parameter(torch.ones(*sizes, dtype=config.params_dtype, device=device))
 
 

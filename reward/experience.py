@@ -6,7 +6,7 @@ rollout_logprobs always; old_logprobs, ref_logprobs, advantage as they become kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,16 @@ class Experience:
             share = advantage.token_weights("token-mean", lengths, kept)
             table["share"] = dict(zip(map(int, indices), share, strict=True))
         return table
+
+    def agreement(self, current: Mapping[int, np.ndarray], bypass: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(engine's, trainer's) log-probs [T] of the sequences in `current`, which holds the update pass's.
+
+        The trainer's are the old policy's where they were computed; with `bypass` those are the engine's own.
+        """
+        old = current if bypass else self.fields.get("old_logprobs", current)
+        own, nothing = sorted(current), np.zeros(0)
+        engine = [self.fields["rollout_logprobs"][i] for i in own]
+        return np.concatenate([nothing, *engine]), np.concatenate([nothing, *(old[i] for i in own)])
 
     def rows(self, decode: Callable[[Any], str], most: int) -> list[dict[str, Any]]:
         """Samples as people read them; `most` as log.samples_per_step: 0 all, -1 none."""

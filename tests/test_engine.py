@@ -15,7 +15,7 @@ from launch.tiny_models import EOS, FIRST_DIGIT, write_model
 from parallel.family import kinds, model_shape, read_config
 from parallel.grid import RolloutGrid
 from rollout.batch import Request, request_seed
-from rollout.engine import cpu_cache_bytes, engine_arguments, environment, model_stop_ids
+from rollout.engine_options import cpu_cache_bytes, engine_arguments, environment, model_stop_ids
 from tests.ranks import run_ranks
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 8, 12
@@ -356,7 +356,7 @@ def test_cpu_cache_holds_the_slots_within_its_limit(models):
 
 def test_owned_engine_options_name_ours(models):
     from launch.config import check_passthrough
-    from rollout.engine import OWNED
+    from rollout.engine_options import OWNED
 
     with pytest.raises(ConfigError, match="rollout.vllm.tensor_parallel_size .*rollout.tp"):
         check_passthrough({"tensor_parallel_size": 2}, {}, OWNED, "rollout.vllm", "vLLM")

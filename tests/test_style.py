@@ -22,24 +22,30 @@ PURE = [
     *STANDARD_LIBRARY_ONLY,
     *(f"parallel/{name}.py" for name in ("family", "grid", "layout", "megatron_layout", "reshard_plan", "packing")),
     *("parallel/memory.py", "parallel/reshard_cuts.py", "parallel/reshard_traffic.py", "rollout/vllm_layout.py"),
-    *(f"launch/{name}.py" for name in ("plan", "plan_job", "plan_search", "hardware", "migrate")),
+    *(f"launch/{name}.py" for name in ("plan", "plan_job", "plan_search", "estimate", "hardware", "migrate")),
     *(f"launch/{name}.py" for name in ("migrate_verl", "migrate_slime", "migration", "shell_script")),
 ]
 ALLOWED_FROM_PARALLEL = {f"parallel.{name}" for name in ("device", "grid", "groups", "layout", "family")}
 REACH_EVERYWHERE = {
-    f"launch/{name}.py" for name in ("doctor", "plan", "plan_job", "plan_search", "convert", "bench", "inputs")
+    f"launch/{name}.py"
+    for name in ("doctor", "plan", "plan_job", "plan_search", "estimate", "convert", "bench", "inputs")
 }
 MEGATRON = "parallel/megatron_"
 ONLY_IN = {
     "vllm": {f"rollout/{name}.py" for name in ("engine", "vllm_params", "vllm_cpu", "routes")},
     # megatron_layout.py is pure; its own rule is stricter.
     "megatron": {f"parallel/{name}.py" for name in ("attention", "replay", "offload", "checkpoint")},
-    "torch_npu": {"parallel/device.py", "parallel/megatron_cpu.py"},
+    "torch_npu": {
+        f"parallel/{name}.py" for name in ("device", "megatron_cpu", "attention", "megatron_spec")
+    },  # kernels
     "torch.cuda": {"parallel/device.py", "parallel/megatron_cpu.py"},
 }
-LINES_OF_CODE = 11000  # CHANGELOG says why
+LINES_OF_CODE = 13000  # CHANGELOG says why
 LONGEST_FILE = 350
-LONGER_FILES = {"launch/options.py": 450}  # a list of options with one sentence each, no logic
+LONGER_FILES = {
+    "launch/options.py": 450,  # a list of options with one sentence each, no logic
+    "trainer.py": 380,  # the whole loop, of which 60 lines are imports
+}
 LONGEST_FUNCTION, MEDIAN_FUNCTION, P90_FUNCTION = 80, 12, 45
 
 
