@@ -292,7 +292,7 @@ class Trainer:
         done = self.resume()
         self.journal.open(done)
         if config.eval.before_training and not done:
-            self.journal.write(0, self.evaluate())
+            self.journal.write(0, self.evaluate(0))
         for step in range(done + 1, total + 1):
             if reason := self.stop.decide(self.groups.host):
                 self.save(step - 1)
@@ -304,23 +304,25 @@ class Trainer:
         self.finish(total)
         return None
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, step: int) -> dict[str, float]:
         """Validation metrics; training goes on as if it had not happened."""
 
-        def answer(sample: Sample) -> str:
-            return self.inputs.tokenizer.decode(sample.response, skip_special_tokens=True)
+        def answer(sample: Sample, source: str) -> str | None:
+            text = self.inputs.tokenizer.decode(sample.response, skip_special_tokens=True)
+            return reward.answer(source, text, self.config.reward.gsm8k_mode)
 
         self.sync()
         with self.phase("testing"):
-            return evaluate(
-                self.engine, self.inputs.validation.values(), self.config, self.score, answer, self.groups.host
-            )
+            sets, group = self.inputs.validation, self.groups.host
+            metrics, samples = evaluate(self.engine, sets, self.config, self.score, answer, group)
+        self.journal.validation(step, samples, self.inputs.tokenizer.decode)
+        return metrics
 
     def log(self, step: int, batch: Experience, updates: Sequence[Update], metrics: Metrics, seconds: float) -> None:
         """Validate if it is time, fold the metrics of all ranks, write; before the save, so that none is lost."""
         every, total, ranks = self.config.eval.every_steps, self.inputs.total_steps, range(self.groups.train.dp)
         partitions = [[i for update in updates for micro in update.dealt[rank] for i in micro] for rank in ranks]
-        validation = self.evaluate() if every and (step % every == 0 or step == total) else {}
+        validation = self.evaluate(step) if every and (step % every == 0 or step == total) else {}
         result = self.journal.fold(step, batch, partitions, metrics, self.watchdog.timings() | {"step": seconds})
         result |= {"training/epoch": self.collector.epoch, **validation}
         self.journal.write(step, result, batch, self.inputs.tokenizer.decode)

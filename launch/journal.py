@@ -92,6 +92,26 @@ class Journal:
             self.writers.samples(step, batch.rows(decode, self.config.log.samples_per_step))
             self.writers.histograms(step, {"response_length": batch.response_tokens, "rewards": batch.rewards})
 
+    def validation(self, step: int, samples: Sequence[tuple[str, Any]], decode: Callable[[Any], str]) -> None:
+        """Rank 0: samples/val_NNNNNN.jsonl. `samples`: (data source, Sample)."""
+        most = self.config.log.samples_per_step
+        if self.writers is None or most < 0:
+            return
+        rows = [
+            {
+                "source": source,
+                "prompt_id": s.prompt_id,
+                "sample_id": s.sample_id,
+                "prompt": decode(s.prompt),
+                "response": decode(s.response),
+                "score": s.score,
+                "response_tokens": len(s.response),
+                "truncated": s.finish == "length",
+            }
+            for source, s in samples[: most or None]
+        ]
+        self.writers.samples(step, rows, "val")
+
     def close(self) -> None:
         """Rank 0: the reward curve of the whole run on the terminal."""
         if self.writers is not None:

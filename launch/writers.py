@@ -77,17 +77,17 @@ class Writers:
             except Exception:  # the user's code: whatever it raises must not end a job of days
                 log.warning("log.hook failed at step %d", step, exc_info=True)
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """samples/step_NNNNNN.jsonl, the first rows as log.samples_per_step says; a few as TensorBoard text."""
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], kind: str = "step") -> None:
+        """samples/KIND_NNNNNN.jsonl, the first rows as log.samples_per_step says; a few as TensorBoard text."""
         rows = rows[: self.samples_per_step or None] if self.samples_per_step >= 0 else []
         if not rows:
             return
         directory = self.run_dir / "samples"
         directory.mkdir(exist_ok=True)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_atomic(directory / f"step_{step:06d}.jsonl", text)
+        write_atomic(directory / f"{kind}_{step:06d}.jsonl", text)
         for i, row in enumerate(rows[:3] if self.board else ()):
-            self.board.add_text(f"sample/{i}", sample_text(row), step)
+            self.board.add_text(f"sample/{i}" if kind == "step" else f"{kind}/{i}", sample_text(row), step)
 
     def histograms(self, step: int, arrays: Mapping[str, Any]) -> None:
         """Distributions to TensorBoard: response lengths, rewards, advantages."""
@@ -183,8 +183,9 @@ def purge(run_dir: Path, resumed_step: int) -> list[dict[str, Any]]:
     kept = [row for row in read_metrics(file) if row.get("training/global_step", 0) <= resumed_step]
     if file.exists():
         write_atomic(file, "".join(json.dumps(row) + "\n" for row in kept))
-    for samples in (run_dir / "samples").glob("step_*.jsonl"):
-        if samples.stem[5:].isdigit() and int(samples.stem[5:]) > resumed_step:
+    for samples in (run_dir / "samples").glob("*_*.jsonl"):
+        step = samples.stem.rpartition("_")[2]
+        if step.isdigit() and int(step) > resumed_step:
             samples.unlink()
     return kept
 

@@ -16,9 +16,9 @@ from typing import Protocol
 from launch.config import RewardConfig
 from reward.pool import Pool
 from reward.remote import Remote
-from reward.rules import CHEAP, Item, Score, check_sources, math_boxed, scorer
+from reward.rules import CHEAP, Item, Score, answer, check_sources, math_boxed, scorer
 
-__all__ = ["Item", "Score", "Scorer", "build", "metrics"]
+__all__ = ["Item", "Score", "Scorer", "answer", "build", "metrics"]
 log = logging.getLogger(__name__)
 MIN_ERRORS = 8
 """This many samples, all with errors, mean a broken reward and stop the run; fewer may be odd text."""

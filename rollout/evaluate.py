@@ -1,14 +1,16 @@
 """Validation with the training engine: mean@k, best@k and maj@k of each data source.
 
 Keys follow verl: val-core/SOURCE/reward/mean@k for the largest k, best@k/mean and maj@k/mean beside it, smaller k under
-val-aux. best and maj of n < k samples are bootstrap means (1,000 draws with replacement, seed 42). Groups are found by
-prompt id, so equal prompts stay apart. Nothing here touches the random state of training.
+val-aux. best and maj of n < k samples are bootstrap means (1,000 draws with replacement, seed 42). A source that is in
+several files is told per file, as SOURCE:FILE. Groups are found by prompt id, so equal prompts stay apart. Nothing here
+touches the random state of training.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,35 +28,42 @@ STEP = -1
 
 def evaluate(
     engine: Any,
-    sets: Iterable[PromptSet],
+    sets: Mapping[str, PromptSet],
     config: Config,
     score: Callable[[Sequence[Sample], Sequence[Prompt]], Any],
-    answer: Callable[[Sample], str | None],
+    answer: Callable[[Sample, str], str | None],
     group: Any,
-) -> dict[str, float]:
-    """Metrics of all sets by [eval]; collective. `score` writes Sample.score; `answer` is what is voted on."""
-    options, metrics = config.eval, {}
+) -> tuple[dict[str, float], list[tuple[str, Sample]]]:
+    """(metrics, samples with their source) of all sets by [eval]; collective. `sets`: by file. `score` writes
+    Sample.score; `answer` (of a sample and its data source) is what is voted on.
+    """
+    options = config.eval
     sampling = dict(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, stop=config.rollout.stop)
     most = config.data.max_response_tokens
-    for data in sets:
+    count = Counter(source for data in sets.values() for source in set(data.sources))
+    ids, names, answers, all_samples = [], [], [], []
+    for number, (file, data) in enumerate(sets.items()):
         prompts = data.all(options.max_prompts)
         drawn = engine.generate(
             requests(prompts, options.samples_per_prompt, config.seed, STEP, most, **sampling), "eval"
         )
         score(drawn, prompts)
-        samples = gather(drawn, group)
         source = {prompt.prompt_id: prompt.source for prompt in prompts}
-        ids = [sample.prompt_id for sample in samples]
-        scores, answers = [s.score for s in samples], [answer(s) for s in samples]
-        metrics |= validation_metrics(ids, [source[i] for i in ids], scores, answers)
-    return metrics
+        for sample in gather(drawn, group):
+            name = source[sample.prompt_id]
+            ids.append((number, sample.prompt_id))
+            answers.append(answer(sample, name))
+            names.append(f"{name}:{Path(file).stem}" if count[name] > 1 else name)
+            all_samples.append(sample)
+    metrics = validation_metrics(ids, names, [s.score for s in all_samples], answers)
+    return metrics, list(zip(names, all_samples, strict=True))
 
 
 def validation_metrics(
-    prompt_ids: Sequence[int], sources: Sequence[str], scores: Sequence[float], answers: Sequence[str | None]
+    prompt_ids: Sequence[Hashable], sources: Sequence[str], scores: Sequence[float], answers: Sequence[str | None]
 ) -> dict[str, float]:
     """Metrics over samples; the four sequences run in parallel. `answers` are what maj@k votes on (None: no vote)."""
-    groups: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[str, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
     for i, (source, prompt) in enumerate(zip(sources, prompt_ids, strict=True)):
         groups[source][prompt].append(i)
     metrics: dict[str, float] = {}
