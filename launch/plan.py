@@ -1,5 +1,6 @@
 """Dry runs of an N-rank job on one machine, from the recipe and the model's config.json alone.
 
+    python -m launch.plan job|search RECIPE ...      (plan_job.py, plan_search.py)
     python -m launch.plan reshard RECIPE [--world N] [--node-size 8] [--ranks] [--json] [section.key=value ...]
 
 Needs numpy only: no torch, no engine, no accelerator. `model.path` may name a model of launch/models.
@@ -31,7 +32,11 @@ BYTES = ("need", "received", "sent", "local", "nic_received", "nic_sent")
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0, or 2 after one message on bad input."""
+    """Exit code: 0, 1 when the job cannot run, 2 after one message on bad input."""
+    if argv[:1] in (["job"], ["search"]):
+        from launch import plan_job, plan_search
+
+        return {"job": plan_job, "search": plan_search}[argv[0]].main(argv[1:])
     options, rest = _parser().parse_known_intermixed_args(argv)
     try:
         config = load([*options.recipe, *rest])
@@ -48,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch.plan", description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=["reshard"])
+    parser.add_argument("command", choices=["job", "reshard", "search"])
     parser.add_argument("recipe", nargs="*", help="recipes and section.key=value")
     parser.add_argument("--world", type=int, default=0, help="ranks; the recipe's `world` unless given")
     parser.add_argument("--node-size", type=int, default=8, help="devices of a node")

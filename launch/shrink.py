@@ -1,6 +1,6 @@
 """A recipe reduced to a laptop: same algorithm and options, degrees of at most 2, at most 4 ranks, a tiny model.
 
-`shrink = true` (launch/recipes/shrink.toml) applies it after files and overrides are merged; sizes of data and engine are
+`shrink = true` (launch/recipes/shrink.toml) applies it after files and overrides are merged; data and engine sizes are
 plain options in that file. Applying it twice changes nothing, so the config.toml of such a run loads as it is.
 """
 
@@ -70,6 +70,6 @@ def _rollout(rollout: RolloutConfig) -> RolloutConfig:
         rollout,
         tp=min(rollout.tp, LARGEST_DEGREE),
         dp=min(rollout.dp, LARGEST_DEGREE),
-        redundant_experts=min(rollout.redundant_experts, MOST_RANKS),
+        redundant_experts=0,  # vLLM refuses expert copies on cpu
         vllm={name: value for name, value in rollout.vllm.items() if name not in DEVICE_ONLY},
     )

@@ -12,7 +12,7 @@ from tests.megatron_cases import prepare, run_layouts
 from tests.ranks import run_ranks
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,  # the default tier has no accelerator anywhere
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
