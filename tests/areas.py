@@ -11,11 +11,22 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 
 AREAS: dict[str, list[str]] = {
-    "loop": ["trainer*", "loop*", "quickstart*", "engine*", "prompts*", "prepare*", "config*", "evaluate*", "hf*"],
+    "loop": [
+        "trainer*",
+        "loop*",
+        "quickstart*",
+        "engine*",
+        "prompts*",
+        "prepare*",
+        "config*",
+        "evaluate*",
+        "hf*",
+        "smollm2*",
+    ],
     "reshard": ["reshard*", "layout*", "megatron_layout*", "vllm_layout*", "vllm_params*", "grid*"],
-    "training": ["megatron_[mso]*", "megatron_cpu*", "training*", "attention*", "packing*", "device*"],
+    "training": ["megatron_[!l]*", "training*", "attention*", "packing*", "device*", "log_prob*", "groups*"],
     "algorithms": ["advantage*", "loss*", "reward*", "pool*", "schedule*", "batch*", "selfcheck*", "algorithms*"],
-    "state": ["checkpoint*", "runtime*", "resume*", "state*", "convert*", "offload*", "phases*"],
+    "state": ["checkpoint*", "runtime*", "resume*", "state*", "convert*", "offload*", "phases*", "train_state*"],
     "launch": ["plan*", "doctor*", "memory*", "metrics*", "report*", "migrate*", "bench*", "slurm*", "ranks*"],
     "moe": ["moe*", "replay*", "routes*", "expert*"],
 }
