@@ -286,12 +286,13 @@ def test_round_trip_of_any_pass_through_and_text(tmp_path: Path) -> None:
 
 
 def test_round_trip_keeps_every_option_when_all_differ_from_their_defaults(tmp_path: Path) -> None:
-    config = load([f"{name}={other(option.kind, option.default)}" for name, option in options().items()])
+    chosen = {name: option for name, option in options().items() if name != "shrink"}  # it changes the others
+    config = load([f"{name}={other(option.kind, option.default)}" for name, option in chosen.items()])
     again = load([recipe(tmp_path, to_toml(config))])
     assert exact(again) == exact(config)
     changed = [line for line in show(config).splitlines() if "  # default " in line]
-    tables = sum(isinstance(option.default, dict) for option in options().values())
-    assert len(changed) == len(options()) - tables
+    tables = sum(isinstance(option.default, dict) for option in chosen.values())
+    assert len(changed) == len(chosen) - tables
     assert "# default" not in show(Config())
 
 
