@@ -272,8 +272,13 @@ def test_logs_and_stacks_on_request(tmp_path, rank):
         written = file.read_text()
         assert "launch.x-debug" in written and "elsewhere-info" in written and "elsewhere-debug" not in written
         assert re.search(rf"(?m)^\d\d:\d\d:\d\d \+00:41:0\d r{rank:03d} INFO launch.x-info$", written)
-        os.kill(process.pid, signal.SIGUSR2)
-        wait_for(lambda: "stuck_here" in file.read_text())
+
+        def dumped() -> bool:
+            os.kill(process.pid, signal.SIGUSR2)  # again and again: "ready" comes before the function is entered
+            time.sleep(0.1)
+            return "stuck_here" in file.read_text()
+
+        wait_for(dumped)
     finally:
         process.kill()
         process.wait()
