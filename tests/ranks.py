@@ -17,6 +17,7 @@ import faulthandler
 import importlib
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -78,9 +79,12 @@ def _target(function: str | Callable[..., Any]) -> tuple[str, str, list[str]]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the range from which the system takes ports of outgoing connections: those come and go by themselves."""
+    while True:
+        port = random.randrange(15000, 32000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _start(directory: Path, rank: int, n: int, port: int, run_id: str, env: dict[str, str]) -> subprocess.Popen:
@@ -212,9 +216,17 @@ def _child(directory: Path, rank: int) -> None:
         for part in name.split("."):
             function = getattr(function, part)
         _write(_file(directory, "result", rank), pickle.dumps(function(rank, *args)))
+        _leave(0)  # taking apart a process that holds a live gloo group may abort it
     except BaseException:
         _write(_file(directory, "error", rank), pickle.dumps((time.time(), traceback.format_exc())))
-        raise
+        traceback.print_exc()
+        _leave(1)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _write(file: Path, data: bytes) -> None:
