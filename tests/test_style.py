@@ -27,8 +27,11 @@ PURE = [
 ]
 ALLOWED_FROM_PARALLEL = {f"parallel.{name}" for name in ("device", "grid", "groups", "layout", "family")}
 REACH_EVERYWHERE = {
-    f"launch/{name}.py"
-    for name in ("doctor", "plan", "plan_job", "plan_search", "estimate", "convert", "bench", "inputs")
+    *(
+        f"launch/{name}.py"
+        for name in ("doctor", "doctor_checks", "doctor_groups", "probe", "convert", "bench", "inputs")
+    ),
+    *(f"launch/{name}.py" for name in ("plan", "plan_job", "plan_search", "estimate")),
 }
 MEGATRON = "parallel/megatron_"
 ONLY_IN = {
