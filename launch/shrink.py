@@ -49,7 +49,6 @@ def _train(train: TrainConfig) -> TrainConfig:
     tp, pp, vpp, cp, ep, etp = (min(getattr(train, axis), LARGEST_DEGREE) for axis in axes)
     ends = bool(train.first_stage_layers), bool(train.last_stage_layers)
     first, last = {(True, True): (4, 2), (True, False): (4, 0), (False, True): (0, 2)}.get(ends, (0, 2 * (vpp > 1)))
-    spec = {name: value for name, value in train.megatron.items() if train.spec != "te"}
     ep, etp = (1, etp) if etp > 1 else (ep, 1 if ep > 1 else etp)
     return replace(
         train,
@@ -61,7 +60,8 @@ def _train(train: TrainConfig) -> TrainConfig:
         etp=etp,
         first_stage_layers=first if pp > 1 else 0,
         last_stage_layers=last if pp > 1 else 0,
-        megatron=spec,
+        spec="torch",
+        megatron={} if train.spec == "te" else train.megatron,
     )
 
 

@@ -112,7 +112,7 @@ def build(
     torch.distributed must be initialised. `total_steps`: optimizer steps of the whole run, for the lr schedule.
     ValueError, with the numbers and the option, for what this layout, model and device cannot do together.
     """
-    transformer, optimizer, ddp = split_passthrough(config.train.megatron)
+    transformer, optimizer, ddp = split_passthrough(config.train.megatron, config.train.spec)
     check(config, shape, grid, device)
     repair(device)
     with on_device(device):

@@ -57,7 +57,6 @@ FIXED = {
     "overlap_param_gather_with_optimizer_step": "not supported: parameters must be complete when a step ends",
     "calculate_per_token_loss": "always on: losses are weighted before they reach Megatron",
     "variable_seq_lengths": "always on: micro-batches are packed",
-    "moe_token_dispatcher_type": "always alltoall",
     "attention_dropout": "always 0",
     "hidden_dropout": "always 0",
     "perform_initialization": "always off: weights are loaded",
@@ -69,13 +68,17 @@ FIXED = {
     "mtp_num_layers": "not supported",
     "check_for_nan_in_grad": "always checked: the update is skipped and the parameter named",
     "use_precision_aware_optimizer": "needs TransformerEngine's Adam, which is not used",
+    "moe_grouped_gemm": "always on, whatever train.spec is",
+}
+WITH_TE = {
+    "moe_token_dispatcher_type": "is alltoall unless DeepEP's flex is at hand",
     "gradient_accumulation_fusion": "needs Apex or TransformerEngine",
     "masked_softmax_fusion": "needs Apex or TransformerEngine",
     "apply_rope_fusion": "needs TransformerEngine",
     "moe_permute_fusion": "needs TransformerEngine",
     "moe_router_fusion": "needs TransformerEngine",
-    "moe_grouped_gemm": "always on, whatever train.spec is",
 }
+"""Free only with train.spec = te."""
 SHAPE_FIELDS = (
     "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size layernorm_epsilon "
     "normalization gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm num_moe_experts moe_router_topk "
@@ -84,7 +87,9 @@ SHAPE_FIELDS = (
 FIXED |= {name: "comes from the model's config.json" for name in SHAPE_FIELDS}
 
 
-def split_passthrough(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def split_passthrough(
+    options: dict[str, Any], spec: str = "torch"
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """[train.megatron] -> fields of (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig).
 
     A name that several of them have goes to all. ConfigError (a ValueError) for unknown, owned and fixed names.
@@ -92,6 +97,8 @@ def split_passthrough(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     for name in options:
         if name in FIXED:
             raise ConfigError(f"train.megatron.{name} is not free: {FIXED[name]}")
+        if name in WITH_TE and spec != "te":
+            raise ConfigError(f"train.megatron.{name} is free with train.spec = te only: it {WITH_TE[name]}")
     classes = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     fields = [{f.name: f.type for f in dataclasses.fields(c)} for c in classes]
     merged = {**fields[2], **fields[1], **fields[0]}

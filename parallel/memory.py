@@ -111,7 +111,7 @@ class RankMemory(TrainMemory, EngineMemory):
 
 def optimizer_bytes(config: Config, dense: int, expert: int, grid: TrainGrid) -> tuple[int, int]:
     """(device, host) bytes of masters and moments of a rank that holds so many parameters; masters of fp32 parameters
-    are the parameters themselves, and Megatron's host Adam keeps device masters unless it is precision-aware.
+    are the parameters themselves, and Megatron's host Adam keeps device masters beside its own.
     """
     options = config.train.optimizer
     share = -(-dense // (grid.dp * grid.cp)) + -(-expert // grid.edp)
@@ -120,8 +120,7 @@ def optimizer_bytes(config: Config, dense: int, expert: int, grid: TrainGrid) ->
     if not options.cpu_offload or config.runtime.device == "cpu":
         return share * (master + moments), 0
     on_host = options.cpu_offload_fraction
-    aware = bool(config.train.megatron.get("use_precision_aware_optimizer"))
-    device = share * ((master if not aware else master * (1 - on_host)) + moments * (1 - on_host))
+    device = share * (master + moments * (1 - on_host))
     return int(device), int(share * on_host * 16)
 
 

@@ -94,8 +94,6 @@ def test_host_adam_moves_moments_and_gradients():
     device, host = memory.optimizer_bytes(config, dense, expert, train)
     share = dense // 4 + expert // 4
     assert (device, host) == (share * 4, share * 16)
-    config, *_ = prepared(128, H100, "train.megatron.use_precision_aware_optimizer=true")
-    assert memory.optimizer_bytes(config, dense, expert, train) == (0, share * 16)
     config, *_ = prepared(128, H100, "train.optimizer.cpu_offload=false")
     assert memory.optimizer_bytes(config, dense, expert, train) == (share * 12, 0)
 
