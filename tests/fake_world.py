@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
@@ -79,6 +80,7 @@ def vllm_groups(config, shape, rollout) -> list[int]:
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 
     dist.new_group = dist.distributed_c10d.new_group = torch.distributed.new_group = count = Count()
+    os.environ["RANK"] = str(RANK % rollout.replica_size if rollout.dp > 1 else RANK)  # as rollout/engine.py does
     parallel = ParallelConfig(
         tensor_parallel_size=rollout.tp,
         data_parallel_size=rollout.dp,
@@ -90,6 +92,7 @@ def vllm_groups(config, shape, rollout) -> list[int]:
     # Its shared memory queues talk when they are made, which no fake group does.
     MessageQueue.create_from_process_group = staticmethod(lambda *args, **kwargs: None)
     settings = VllmConfig(parallel_config=parallel)
+    object.__setattr__(settings, "model_config", SimpleNamespace(is_moe=shape.is_moe))
     with set_current_vllm_config(settings):
         state.init_distributed_environment(WORLD, RANK, "env://", 0, "fake")
         state.initialize_model_parallel(rollout.tp, backend="fake")
