@@ -5,6 +5,7 @@
 reshard  the weight sync of the recipe on synthetic stores (no engine, no model): planned, golden (bucketed gather, then
          a loader), and a bare all_to_all_single of the bytes that the planned path moves. Without a recipe: a MoE of
          200 MB in 3,147 tensors, EP2 PP2 -> DP2 x TP2 EP4. On any number of ranks that both layouts divide.
+offload, train, generate, step    in bench_rows.py
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from launch import bench_rows
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +34,10 @@ WARM_UPS = 2
 
 
 def main(argv: list[str]) -> int:
+    if argv and argv[0] in bench_rows.ROWS:
+        return bench_rows.main(argv)
     parser = argparse.ArgumentParser(prog="python -m launch.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("row", choices=["reshard"])
+    parser.add_argument("row", choices=["reshard", *bench_rows.ROWS])
     parser.add_argument("recipe", nargs="*", help="recipes and section.key=value")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--node-size", type=int, default=8)
@@ -243,4 +248,6 @@ def _table(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # engines' libraries complain for pages, or hang, when they are taken apart
