@@ -27,7 +27,18 @@ AREAS: dict[str, list[str]] = {
     "training": ["megatron_[!l]*", "training*", "attention*", "packing*", "device*", "log_prob*", "groups*"],
     "algorithms": ["advantage*", "loss*", "reward*", "pool*", "schedule*", "batch*", "selfcheck*", "algorithms*"],
     "state": ["checkpoint*", "runtime*", "resume*", "state*", "convert*", "offload*", "phases*", "train_state*"],
-    "launch": ["plan*", "doctor*", "memory*", "metrics*", "report*", "migrate*", "bench*", "slurm*", "ranks*"],
+    "launch": [
+        "plan*",
+        "recipes*",
+        "doctor*",
+        "memory*",
+        "metrics*",
+        "report*",
+        "migrate*",
+        "bench*",
+        "slurm*",
+        "ranks*",
+    ],
     "moe": ["moe*", "replay*", "routes*", "expert*"],
 }
 
