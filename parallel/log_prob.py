@@ -9,6 +9,7 @@ tensor-parallel group for all tokens together: the maximum, then the sums.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -50,20 +51,14 @@ class _LogProbs(torch.autograd.Function):
         top = torch.full((num,), NO_LOGIT, dtype=torch.float32, device=hidden.device)
         total, weighted, chosen = (torch.zeros_like(top) for _ in range(3))
         for part in _chunks(num, chunk, weight.size(0)):
-            x = _logits(hidden[part], weight, temperature)
-            top[part] = x.amax(-1)
-            mine, column = _own(labels[part], weight.size(0))
-            chosen[part] = torch.where(mine, x.gather(-1, column)[:, 0], 0.0)
-            x -= top[part, None]
-            p = x.exp()
-            total[part] = p.sum(-1)
-            if ent:
-                weighted[part] = (p * x).sum(-1)
+            logits = hidden[part] @ weight.t()
+            statistics = _kernels().statistics if logits.is_cuda else _statistics
+            statistics(logits, labels[part], temperature, top[part], total[part], weighted[part], chosen[part])
         sums = _combine(top, total, weighted, chosen, group)
         highest, total, weighted, chosen = sums
         lse, mean = highest + total.log(), highest + weighted / total  # mean: of x under p
         ctx.save_for_backward(hidden, weight, labels, lse, mean)
-        ctx.temperature, ctx.chunk, ctx.entropy = temperature, chunk, ent
+        ctx.temperature, ctx.chunk = temperature, chunk
         return chosen - lse, lse - mean
 
     @staticmethod
@@ -72,14 +67,10 @@ class _LogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for part in _chunks(hidden.size(0), ctx.chunk, weight.size(0)):
-            x = _logits(hidden[part], weight, ctx.temperature)
-            scale = -grad_logp[part, None]
-            if ctx.entropy:
-                scale = scale - grad_entropy[part, None] * (x - mean[part, None])
-            grad = x.sub_(lse[part, None]).exp_().mul_(scale)  # in place: x is as large as all logits of the chunk
-            mine, column = _own(labels[part], weight.size(0))
-            grad.scatter_add_(-1, column, (grad_logp[part] * mine)[:, None])
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            logits = hidden[part] @ weight.t()
+            gradient = _kernels().gradient if logits.is_cuda else _gradient
+            rows = (lse[part], mean[part], grad_logp[part], grad_entropy[part])
+            grad = gradient(logits, labels[part], ctx.temperature, *rows)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.t() @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
@@ -89,9 +80,37 @@ def _chunks(num: int, chunk: int, rows: int) -> list[slice]:
     return [slice(start, min(start + chunk, num)) for start in range(0, num, chunk)] if rows else []
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = (hidden @ weight.t()).float()
-    return logits if temperature == 1.0 else logits / temperature
+def _kernels() -> Any:
+    return importlib.import_module("parallel.log_prob_kernels")  # Triton, where there is cuda
+
+
+def _statistics(
+    logits: Tensor, labels: Tensor, temperature: float, top: Tensor, total: Tensor, weighted: Tensor, chosen: Tensor
+) -> None:
+    """x = logits [t, rows] / temperature -> max x, sum e^(x - max), sum e^(x - max) (x - max), x of the label, in fp32.
+
+    `labels` outside of the rows choose 0. Results go into the last four arguments [t].
+    """
+    x = logits.float() / temperature
+    torch.amax(x, -1, out=top)
+    mine, column = _own(labels, x.size(-1))
+    chosen.copy_(torch.where(mine, x.gather(-1, column)[:, 0], 0.0))
+    x -= top[:, None]
+    p = x.exp()
+    total.copy_(p.sum(-1))
+    weighted.copy_((p * x).sum(-1))
+
+
+def _gradient(
+    logits: Tensor, labels: Tensor, temperature: float, lse: Tensor, mean: Tensor, of_logp: Tensor, of_entropy: Tensor
+) -> Tensor:
+    """Gradient of the logits, in their dtype, from those of the two results [t]."""
+    x = logits.float() / temperature
+    slope = -of_logp[:, None] - of_entropy[:, None] * (x - mean[:, None])
+    grad = x.sub_(lse[:, None]).exp_().mul_(slope)  # in place: x is as large as all logits of the chunk
+    mine, column = _own(labels, x.size(-1))
+    grad.scatter_add_(-1, column, (of_logp * mine)[:, None])
+    return grad.div_(temperature).to(logits.dtype)
 
 
 def _own(labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:

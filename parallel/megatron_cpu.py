@@ -4,7 +4,8 @@
     literals: device="cuda", Tensor.cuda(), tensor.type() == "torch.cuda.X"    one TorchFunctionMode, likewise
     Megatron functions without a cpu branch                              replaced once, by `repair`
 
-Nothing is replaced on cuda but `te_general_gemm`. On npu, torch_npu's own transfer_to_npu does the first two.
+On cuda only `te_general_gemm` and the packed rotary embedding are replaced. On npu, torch_npu's own transfer_to_npu does
+the first two.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from parallel.device import Device
+from parallel.rope import packed_rope
 
 TESTED = "0.16.1"
 CPU = torch.device("cpu")
@@ -123,6 +125,8 @@ def repair(device: Device) -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16.1 without TransformerEngine: NameError in every MoE forward
     if device.kind == "cuda":
+        if megatron.core.__version__ == TESTED:  # on others Megatron's own, slower
+            _replace_rope()
         return
     if megatron.core.__version__ != TESTED:
         raise RuntimeError(
@@ -142,3 +146,12 @@ def repair(device: Device) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+
+
+def _replace_rope() -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    if not hasattr(rope_utils._apply_rotary_pos_emb_thd, "original"):
+        original = rope_utils._apply_rotary_pos_emb_thd
+        rope_utils._apply_rotary_pos_emb_thd = packed_rope(original)
+        rope_utils._apply_rotary_pos_emb_thd.original = original

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,3 +85,30 @@ def _sharded(rank: int) -> list[float]:
 def test_vocabulary_over_three_ranks() -> None:
     results = run_ranks(3, _sharded, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert max(max(errors) for errors in results) < 1e-5
+
+
+KERNELS = """
+import torch
+from parallel.log_prob import _gradient, _statistics
+from parallel.log_prob_kernels import gradient, statistics
+
+torch.manual_seed(1)
+logits, labels = torch.randn(6, 5000) * 3, torch.tensor([0, 4999, 4096, -3, 7000, 17])
+rows = [torch.randn(6) for _ in range(4)]
+for temperature in (1.0, 0.6):
+    plain, fused = ([torch.empty(6) for _ in range(4)] for _ in "ab")
+    _statistics(logits, labels, temperature, *plain)
+    statistics(logits, labels, temperature, *fused)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(plain, fused)), (plain, fused)
+    lse = plain[0] + plain[1].log()
+    want = _gradient(logits.clone(), labels, temperature, lse, *rows[1:])
+    assert torch.allclose(gradient(logits.clone(), labels, temperature, lse, *rows[1:]), want, rtol=1e-4, atol=1e-6)
+"""
+
+
+def test_kernels_equal_plain_torch() -> None:
+    """Triton's interpreter stands for the device."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
