@@ -4,15 +4,15 @@
     literals: device="cuda", Tensor.cuda(), tensor.type() == "torch.cuda.X"    one TorchFunctionMode, likewise
     Megatron functions without a cpu branch                              replaced once, by `repair`
 
-On cuda only `te_general_gemm` and the packed rotary embedding are replaced. On npu, torch_npu's own transfer_to_npu does
-the first two.
+On cuda `te_general_gemm`, the packed rotary embedding and a needless sort are replaced. On npu,
+torch_npu's own transfer_to_npu does the first two.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import megatron.core
@@ -126,7 +126,7 @@ def repair(device: Device) -> None:
         moe_utils.te_general_gemm = None  # 0.16.1 without TransformerEngine: NameError in every MoE forward
     if device.kind == "cuda":
         if megatron.core.__version__ == TESTED:  # on others Megatron's own, slower
-            _replace_rope()
+            _replace_slow_parts()
         return
     if megatron.core.__version__ != TESTED:
         raise RuntimeError(
@@ -148,10 +148,27 @@ def repair(device: Device) -> None:
     )
 
 
-def _replace_rope() -> None:
+def _replace_slow_parts() -> None:
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import token_dispatcher
 
-    if not hasattr(rope_utils._apply_rotary_pos_emb_thd, "original"):
-        original = rope_utils._apply_rotary_pos_emb_thd
-        rope_utils._apply_rotary_pos_emb_thd = packed_rope(original)
-        rope_utils._apply_rotary_pos_emb_thd.original = original
+    for module, name, make in (
+        (rope_utils, "_apply_rotary_pos_emb_thd", packed_rope),
+        (token_dispatcher, "sort_chunks_by_idxs", _unless_sorted),
+    ):
+        original = getattr(module, name)
+        if not hasattr(original, "replaces"):
+            replacement = make(original)
+            replacement.replaces = original  # type: ignore[attr-defined]
+            setattr(module, name, replacement)
+
+
+def _unless_sorted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Chunks of tokens by expert; with ep = etp = 1 they come in order, and Megatron copies all of them for nothing."""
+
+    def sort(tokens: Any, sizes: Any, order: Any, probs: Any = None, fused: bool = False) -> tuple[Any, Any]:
+        if not hasattr(order, "is_sorted"):
+            order.is_sorted = order.tolist() == list(range(order.numel()))  # waits for the device, once a layer
+        return (tokens, probs) if order.is_sorted else original(tokens, sizes, order, probs=probs, fused=fused)
+
+    return sort

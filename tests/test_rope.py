@@ -28,10 +28,24 @@ def test_equals_megatron(lengths: list[int], mscale: float, monkeypatch: pytest.
     t = torch.randn(sum(lengths), 3, 8)
     original = rope_utils._apply_rotary_pos_emb_thd
     want = original(t, cu, freqs, mscale=mscale, cp_group=OneRank())
-    got = packed_rope(original)(t, cu, freqs, rotary_interleaved=False, mscale=mscale, cp_group=OneRank())
-    assert torch.equal(got, want)
+    apply = packed_rope(original)
+    for _ in range(2):  # the second call finds the angles of the first
+        got = apply(t, cu, freqs, rotary_interleaved=False, mscale=mscale, cp_group=OneRank())
+        assert torch.equal(got, want)
+    shifted = torch.tensor([0, *reversed(lengths)]).cumsum(0).int()
+    want = original(t, shifted, freqs, mscale=mscale, cp_group=OneRank())
+    assert torch.equal(apply(t, shifted, freqs, mscale=mscale, cp_group=OneRank()), want)
 
 
 def test_positions_start_again_in_each_sequence() -> None:
     cu = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
     assert positions(cu, 5).tolist() == [0, 1, 2, 0, 1]
+
+
+def test_sorted_chunks_are_left_alone() -> None:
+    from parallel.megatron_cpu import _unless_sorted
+
+    sort = _unless_sorted(lambda tokens, sizes, order, probs=None, fused=False: (tokens.flip(0), probs))
+    tokens = torch.arange(4)
+    assert sort(tokens, None, torch.arange(3))[0] is tokens
+    assert sort(tokens, None, torch.tensor([1, 0]))[0].tolist() == [3, 2, 1, 0]
