@@ -201,7 +201,11 @@ def generate(bench: Bench) -> Iterator[Figure]:
     prompt, length, item = 64, bench.config.data.max_response_tokens, 2 if rollout.dtype == "bfloat16" else 4
     cache = 2 * bench.shape.num_layers * bench.shape.kv_heads * bench.shape.head_dim * item
     for count in bench.options.sequences:
-        run = {name: decode_ms(bench, engine, count, prompt, name == "each") for name in ("warm", "none", "each")}
+        runs: dict[str, list[float]] = {"none": [], "each": []}
+        for _ in range(1 + bench.options.repeat):  # in turn, so that drift meets both; the first round warms up
+            for name, found in runs.items():
+                found.append(decode_ms(bench, engine, count, prompt, name == "each"))
+        run = {name: statistics.median(found[1:]) for name, found in runs.items()}
         read = (weights + count * (prompt + length / 2) * cache) / bench.options.memory_rate * 1e3
         rate = f"{count / run['each'] * 1e3:.0f} tokens/s"
         yield Figure(f"decode step, {count} sequences, seeds", run["each"], read, "ms", rate)

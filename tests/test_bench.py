@@ -5,11 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from launch.bench import main
+from launch.bench_rows import model_flops
+from launch.tiny_models import write_model
+from parallel.family import model_shape, read_config
 from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def bench(rank: int, *arguments: str) -> dict:
@@ -52,3 +60,39 @@ def test_planned_is_five_times_faster_than_golden_and_near_a_bare_exchange():
         4, bench, "model.path=bench-moe", "train.ep=2", "train.etp=1", "train.pp=2", "rollout.tp=1", timeout_s=500
     )[0]
     assert replicas["planned"]["min_s"] <= replicas["golden"]["min_s"]
+
+
+ROWS = {
+    "offload": ["--cycles", "3"],
+    "train": ["--tokens", "64", "--micro-batches", "2", "--repeat", "1"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_of_one_model(row, tmp_path):
+    model = write_model(tmp_path / "model")
+    command = [sys.executable, "-m", "launch.bench", row, f"model.path={model}", "train.dtype=bfloat16", *ROWS[row]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    names = {
+        "offload": ("offload to host", "drift while away, 3 cycles"),
+        "train": ("update, a device", "optimizer step"),
+    }
+    assert all(name in done.stdout for name in names[row])
+
+
+def test_step_row_tells_shares_and_leaves_out_the_first_step(tmp_path, capsys):
+    model = write_model(tmp_path / "model")
+    rows = [{"timing_s/step": s, "timing_s/gen": s / 4} for s in (90.0, 2.0, 4.0, 3.0)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["step", "--run", str(tmp_path), f"model.path={model}"]) == 0
+    gen = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("gen"))
+    assert gen.split()[1:4] == ["0.75", "3", "0.250"]
+
+
+def test_model_flops_count_matrices_and_half_of_attention():
+    shape = model_shape(read_config(ROOT / "launch/models/qwen3-4b"))
+    assert model_flops(shape, [[1]]) == pytest.approx(6 * 4.02e9, rel=0.01)
+    attention = model_flops(shape, [[1000]]) - 1000 * model_flops(shape, [[1]])
+    assert attention == pytest.approx(6 * 36 * 32 * 128 * (1000**2 - 1000), rel=1e-6)

@@ -25,8 +25,9 @@ def test_one_rank_in_fp32_and_bf16(tmp_path: Path) -> None:
     for (path, _, option), errors in zip(jobs, results, strict=True):
         low = "dtype" in option
         print(Path(path).name, option, {k: f"{v:.1e}" for k, v in errors.items()})
-        assert errors["logp"] < (0.15 if low else 1e-5), errors
+        assert errors["entropy"] < (0.1 if low else 1e-5), errors
         if not (low and Path(path).name == "moe"):  # bf16 changes which experts some tokens go to
+            assert errors["logp"] < (0.15 if low else 1e-5), errors
             assert errors["grad"] < (0.25 if low else 1e-4), errors
         assert errors["ppo"] < (2e-2 if low else 1e-5), errors
 
