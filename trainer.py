@@ -81,6 +81,7 @@ class Trainer:
         train, algorithm = config.train, config.algorithm
         with self.phase("build"):
             self.engine = Engine(config, inputs.shape, groups.rollout, device, inputs.stop_ids)
+            run_dir.note_process()  # with the engine's shared memory, for the next start if this one is killed
             self.engine.sleep()  # the device is the training side's until the first sync
             replay, num_updates = config.rollout.routing_replay, inputs.total_steps * self.updates_per_rollout
             router = {} if replay == "none" else {"router": ReplayRouter}
@@ -93,8 +94,7 @@ class Trainer:
             self.model.after_load()
         self.reference = snapshot(self.model) if algorithm.kl_loss or algorithm.kl_reward else None
         self.kl = KLController(algorithm.kl_reward, algorithm.kl_target, algorithm.kl_horizon)
-        place = (self.rank, groups.world, device)
-        self.weights = WeightSync(self.layout, self.engine.layout, config.rollout, *place)
+        self.weights = WeightSync(self.layout, self.engine.layout, config.rollout, self.rank, groups.world, device)
         self.keeper = Keeper(config, self.model, self.layout, groups, inputs.total_steps)
         self.offload = TrainOffload(self.model)
         moves = {

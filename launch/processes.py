@@ -128,6 +128,13 @@ def clean_leftovers(records: list[dict[str, Any]]) -> list[str]:
     return removed
 
 
+def unlink_own_segments() -> None:
+    """Names of the shared memory that this process has mapped, which vLLM's CPU build leaves behind; mappings stay."""
+    for segment in mapped_segments(os.getpid()):
+        with contextlib.suppress(OSError):
+            segment.unlink()
+
+
 def mapped_segments(pid: int) -> set[Path]:
     """Files in /dev/shm that a process has mapped; none when it may not be looked at."""
     lines = read_text(f"/proc/{pid}/maps").splitlines()

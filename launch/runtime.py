@@ -35,7 +35,16 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from launch.processes import acquire_lock, clean_leftovers, identity, is_alive, mapped_segments, parse_table, read_text
+from launch.processes import (
+    acquire_lock,
+    clean_leftovers,
+    identity,
+    is_alive,
+    mapped_segments,
+    parse_table,
+    read_text,
+    unlink_own_segments,
+)
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +177,7 @@ class RunDir:
     def __exit__(self, kind: type | None, error: BaseException | None, _: Any) -> None:
         if error is not None and not isinstance(error, SystemExit):
             self.fail(f"{type(error).__name__}: {error}")
+        unlink_own_segments()
         self.release()
 
 

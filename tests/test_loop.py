@@ -91,11 +91,12 @@ LAYOUTS = {
 
 @pytest.mark.slow
 def test_layouts_draw_the_same_samples_and_agree_in_loss_and_gradient(tmp_path, copy_data):
-    results = {}
+    results, segments = {}, set(Path("/dev/shm").glob("*cpushm*"))
     for number, (name, options) in enumerate(LAYOUTS.items()):
         options = [*paths(copy_data), *options, "total_steps=1", "eval.every_steps=0", "log.samples_per_step=0"]
         job = run_job(tmp_path / str(number), 2, QUICKSTART, *options)
         results[name] = (job.metrics[0], job.samples(1))
+    assert not set(Path("/dev/shm").glob("*cpushm*")) - segments, "a job left shared memory behind"
     reference, samples = results["EP2 DP2 -> two TP1"]
     for name, (metrics, drawn) in results.items():
         loss = abs(metrics["actor/loss"] - reference["actor/loss"])
