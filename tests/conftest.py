@@ -1,8 +1,18 @@
-"""Rules of the whole test run: in CI a skip of the default tier is a failure, and no test may hang for ever."""
+"""Rules of the whole test run: in CI a skip of the default tier is a failure, and no test changes the next one's
+environment: a command run in this process may set RANK and WORLD_SIZE, which ranks started later would inherit."""
 
 import os
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.hookimpl(trylast=True)

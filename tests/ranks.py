@@ -103,7 +103,7 @@ def _start(directory: Path, rank: int, n: int, port: int, run_id: str, env: dict
     with open(directory / f"output_{rank}.log", "wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.ranks", str(directory), str(rank)],
-            env={**os.environ, **variables, **env},
+            env={**os.environ, **env, **variables},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -83,7 +83,7 @@ def _sharded(rank: int) -> list[float]:
 
 @pytest.mark.slow
 def test_vocabulary_over_three_ranks() -> None:
-    results = run_ranks(3, _sharded, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    results = run_ranks(3, _sharded)
     assert max(max(errors) for errors in results) < 1e-5
 
 
