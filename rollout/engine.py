@@ -61,6 +61,8 @@ class Engine:
         if config.rollout.routing_replay == "R3" and device.kind == "cpu":
             sizes = (shape.num_layers, shape.experts)
             self._capture = routes.RouteCapture(self._runner, self._engine.vllm_config.parallel_config, *sizes)
+        # without it (a small model, room for both sides) vLLM's sleep would still watch the free memory, and fail
+        self._sleeps = device.kind == "cpu" or arguments["enable_sleep_mode"]
         self.slots = self._engine.vllm_config.scheduler_config.max_num_seqs
         self.stores = vllm_params.stores(self.model)
         transposed = vllm_params.experts_transposed(self.stores, shape.hidden, device.kind == "npu")
@@ -176,6 +178,8 @@ class Engine:
 
     def sleep(self) -> None:
         """Free the KV cache and the weights. Level 1 keeps a host copy, for runs that do not write new weights."""
+        if not self._sleeps:
+            return
         self._expert_state = routes.save_maps(self._runner)
         self._engine.sleep(level=2 if self.config.rollout.sync_weights else 1)
 
@@ -183,7 +187,8 @@ class Engine:
         """Storage of the weights is back at its old addresses; its contents are not, they must be written: by `layout`,
         which is new when vLLM has moved experts since the last time.
         """
-        self._engine.wake_up(["weights"])
+        if self._sleeps:
+            self._engine.wake_up(["weights"])
         if self._expert_state:
             routes.restore_maps(self._runner, self._expert_state)
             self._expert_state = []
@@ -208,7 +213,8 @@ class Engine:
 
     def wake_cache(self) -> None:
         """KV cache back, prefixes of older weights forgotten: ready to generate."""
-        self._engine.wake_up(["kv_cache"])
+        if self._sleeps:
+            self._engine.wake_up(["kv_cache"])
         self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
