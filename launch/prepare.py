@@ -185,9 +185,11 @@ def prepare_sums(out: Path, seed: int = 0) -> None:
     for split, chosen in (("train", order[HELD_OUT:]), ("test", order[:HELD_OUT])):
         both = [pair for i in chosen for pair in dict.fromkeys([pairs[i], pairs[i][::-1]])]
         rows = [_record("sums", f"What is {a} + {b}?", "math", str(a + b)) for a, b in both]
-        rows = [{**row, "extra_info": {"split": split, "index": i}} for i, row in enumerate(rows)]
-        write_parquet(out / f"{split}.parquet", rows)
+        write_parquet(out / f"{split}.parquet", [{**row, "extra_info": {"index": i}} for i, row in enumerate(rows)])
         print(f"{out / split}.parquet: {len(rows)} sums")
+
+
+MADE: dict[str, Callable[[Path, int], None]] = {"copy": prepare_copy, "shrink": prepare_shrink, "sums": prepare_sums}
 
 
 def prepare_smollm2(sources: list[str], out: Path) -> None:
@@ -260,10 +262,7 @@ def _local_files(sources: list[str], dataset: Dataset) -> dict[str, list[Path]]:
         inside = sorted(path for path in source.rglob("*") if path.suffix in (".jsonl", ".parquet"))
         paths += inside if source.is_dir() else [source]
     splits = list(dataset.files)
-    if len(splits) == 1:
-        files = {splits[0]: paths}
-    else:
-        files = {split: [path for path in paths if split in path.stem] for split in splits}
+    files = {split: [path for path in paths if len(splits) == 1 or split in path.stem] for split in splits}
     missing = [split for split, found in files.items() if not found]
     if missing:
         wanted = " or ".join(f"{split}*.jsonl / {split}*.parquet" for split in missing)
@@ -312,20 +311,16 @@ def _read(path: Path) -> Iterable[tuple[str, Record]]:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m launch.prepare", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["copy", "shrink", "sums", "tiny", "smollm2", *DATASETS])
+    parser.add_argument("what", choices=[*MADE, "tiny", "smollm2", *DATASETS])
     parser.add_argument("out", metavar="OUT", nargs="?", help="directory to write")
-    parser.add_argument(
-        "--from", dest="sources", metavar="FILES_OR_DIR", nargs="+", default=[], help="instead of a hub"
-    )
+    parser.add_argument("--from", dest="sources", metavar="FILES", nargs="+", default=[], help="instead of a hub")
     parser.add_argument("--seed", type=int, default=0, help="of random weights and of the held-out prompts")
     parser.add_argument("--vocab", type=int, default=32, help="tiny: rows of the embedding")
     parser.add_argument("--shard-bytes", type=int, default=0, help="tiny: size of one weight file; 0 writes one file")
     args = parser.parse_args(argv)
     if args.out is None and len(args.sources) > 1:
         args.out = args.sources.pop()  # `--from FILES OUT`: the last word is OUT
-    if args.out is None:
-        parser.error("OUT is missing")
-    return args
+    return args if args.out else parser.error("OUT is missing")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -333,17 +328,12 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        if args.what == "copy":
-            prepare_copy(out, args.seed)
-        elif args.what == "shrink":
-            prepare_shrink(out, args.seed)
-        elif args.what == "sums":
-            prepare_sums(out, args.seed)
+        if args.what in MADE:
+            MADE[args.what](out, args.seed)
         elif args.what == "tiny":
             from launch.tiny_models import write_all
 
-            for path in write_all(out, args.vocab, args.seed, args.shard_bytes):
-                print(path)
+            print(*write_all(out, args.vocab, args.seed, args.shard_bytes), sep="\n")
         elif args.what == "smollm2":
             prepare_smollm2(args.sources, out)
         else:
