@@ -5,6 +5,7 @@ Used by trainer.py and by tools that check a recipe. Other folders are imported 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -118,6 +119,7 @@ def connect(config: Config, rank: int, world: int) -> tuple[Device, Groups, RunD
     groups = make_groups(*grids, device, config.runtime.deadline_s or 1800.0)
     run_dir = RunDir.open(config.run_dir, options.to_toml(config), rank, world, groups.host)
     setup_logging(run_dir, run_dir.started)
+    logging.getLogger(__name__).info(groups.describe())
     return device, groups, run_dir
 
 

@@ -46,6 +46,9 @@ def learns(run_dir: Path, copy_data: Path, seed: int) -> float:
     assert first < 0.1 and last >= 0.9 and exact >= 0.8 and memory <= 1.2
     assert "critic/rewards/mean" in job.output and "ETA" in job.output
     assert list((run_dir / "tensorboard").iterdir()) and job.samples(200)
+    for rank in (0, 1):
+        line = f"rank 00{rank} | train dp{rank} ep{rank} | rollout replica {rank} dp0 tp0"
+        assert any(line in log.read_text() for log in run_dir.glob(f"**/*{rank}*.log")), line
     return last
 
 
