@@ -47,7 +47,6 @@ from parallel.offload import TrainOffload
 from parallel.packing import Update, plan_updates
 from parallel.phases import PhaseMachine
 from parallel.replay import ReplayRouter, RoutingReplay
-from parallel.reshard_golden import gather_full
 from parallel.weight_sync import WeightSync
 from reward.advantage import KLController, keep_groups
 from reward.experience import Experience
@@ -94,7 +93,8 @@ class Trainer:
             self.model.after_load()
         self.reference = snapshot(self.model) if algorithm.kl_loss or algorithm.kl_reward else None
         self.kl = KLController(algorithm.kl_reward, algorithm.kl_target, algorithm.kl_horizon)
-        self.weights = WeightSync(self.layout, self.engine.layout, config.rollout, self.rank, groups.world, device)
+        where = (self.rank, groups.world, device)
+        self.weights = WeightSync(self.layout, self.engine.layout, config.rollout, *where, self.engine.packed)
         self.keeper = Keeper(config, self.model, self.layout, groups, inputs.total_steps)
         self.offload = TrainOffload(self.model)
         moves = {
@@ -270,15 +270,8 @@ class Trainer:
         self.engine.wake_weights()
 
     def reshard(self) -> None:
-        if self.weights.runs and not self.config.rollout.sync_weights:
-            return
-        if self.config.rollout.sync_plan == "golden":
-            group, device = self.groups.world, self.device
-            self.engine.load(gather_full(self.layout, self.model.stores(), self.rank, group, device))
-        else:
-            if self.weights.target is not self.engine.layout:  # vLLM has moved experts
-                self.weights.aim(self.engine.layout)
-            self.weights.run(self.model.stores(), self.engine.stores)
+        if self.config.rollout.sync_weights or not self.weights.runs:
+            self.weights.update(self.model.stores(), self.engine)
 
     def sync(self) -> None:
         """The engine has the newest weights and is ready to generate."""
@@ -340,6 +333,7 @@ class Trainer:
             small = self.keeper.restore()
         if small is None:
             return 0
+        self.weights.is_resumed = True
         self.collector.load(small["collector"])
         if self.replay.mode == "R3":
             self.collector.surplus = []  # routes are not saved: samples of before cannot be replayed

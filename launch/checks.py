@@ -57,6 +57,8 @@ CHOICES: tuple[tuple[str, str, str], ...] = (
     ("algorithm.sapo_tau_negative", "algorithm.policy_loss", "sapo"),
     ("algorithm.aggregation_norm_tokens", "algorithm.aggregation", "seq-mean-token-sum-norm"),
     ("train.optimizer.min_lr", "train.optimizer.lr_schedule", "linear cosine"),
+    ("rollout.compare_at_start", "rollout.sync_plan", "planned"),
+    ("rollout.verify_every_steps", "rollout.sync_plan", "planned"),
     ("train.optimizer.beta1", "train.optimizer.kind", "adam"),
     ("train.optimizer.beta2", "train.optimizer.kind", "adam"),
     ("train.optimizer.eps", "train.optimizer.kind", "adam"),

@@ -159,6 +159,8 @@ class RolloutConfig:
     """planned: our resharder; golden: gather full tensors and use vLLM's own loader (slow, an oracle)."""
     sync_staging_mib: int = 256
     """Cap of what a rank sends and of what it receives in one round of the weight sync."""
+    compare_at_start: bool = False
+    """Let vLLM load its weights itself and compare each with what the first sync would write; not on resume."""
     verify_every_steps: int = 0
     """Compare hashes of every tensor on both sides every N syncs, beyond the first three; 0 is never."""
     vllm: dict[str, Any] = field(default_factory=dict)

@@ -13,8 +13,8 @@ Padding is what no box covers. Nothing here communicates or imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -68,6 +68,17 @@ class Piece:
         """Store of global layer `layer`."""
         return self.store.replace("{layer}", str(layer - self.box[0][0] + self.first_layer))
 
+    def only(self, wanted: Callable[[str], bool]) -> Iterator[Piece]:
+        """Parts of the piece, one a layer, that lie in stores with wanted names; all of it when every name is."""
+        (first, last), *rest = self.box
+        layers = [layer for layer in range(first, last) if wanted(self.store_name(layer))]
+        if len(layers) == last - first:
+            yield self
+            return
+        for layer in layers:
+            box: Box = ((layer, layer + 1), *rest)  # type: ignore[assignment]
+            yield replace(self, box=box, first_layer=self.first_layer + layer - first)
+
     def offset_of(self, unit: int, row: int, col: int) -> int:
         (_, (u, _), (r, _), (c, _)) = self.box
         return self.offset + (unit - u) * self.strides[0] + (row - r) * self.strides[1] + (col - c) * self.strides[2]
@@ -93,6 +104,13 @@ class Layout:
     @cached_property
     def _by_coordinate(self) -> dict[Hashable, tuple[Piece, ...]]:
         return {c: self.pieces_of(c) for c in dict.fromkeys(self.coordinates)}
+
+    def only(self, wanted: Callable[[str], bool]) -> Layout:
+        """What lies in stores with wanted names; kinds with nothing there are left out."""
+        kept = {c: tuple(part for p in pieces for part in p.only(wanted)) for c, pieces in self._by_coordinate.items()}
+        used = {piece.kind for pieces in kept.values() for piece in pieces}
+        kinds = {name: kind for name, kind in self.kinds.items() if name in used}
+        return Layout(self.name, kinds, self.coordinates, kept.__getitem__, self.dtype)
 
     @cached_property
     def table(self) -> dict[str, dict[Box, tuple[int, ...]]]:

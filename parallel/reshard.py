@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,12 +24,16 @@ from parallel.layout import Box, Layout, Piece, elements
 from parallel.reshard_plan import Plan
 
 Stores = dict[str, torch.Tensor]
+Slots = list[list[torch.Tensor]]
+"""Two pairs of a send and a receive buffer."""
 
 
 @dataclass(frozen=True)
 class View:
     """One layer of a box within one store."""
 
+    kind: str
+    box: Box
     store: str
     offset: int
     shape: tuple[int, int, int]
@@ -49,7 +54,8 @@ def views(piece: Piece, box: Box) -> Iterator[View]:
     offset = piece.offset_of(box[1][0], box[2][0], box[3][0])
     shape = (box[1][1] - box[1][0], box[2][1] - box[2][0], box[3][1] - box[3][0])
     for layer in range(*box[0]):
-        yield View(piece.store_name(layer), offset, shape, piece.strides)
+        part = ((layer, layer + 1), *box[1:])
+        yield View(piece.kind, part, piece.store_name(layer), offset, shape, piece.strides)
 
 
 @dataclass
@@ -73,7 +79,9 @@ class Resharder:
         source: Layout,
         target: Layout,
         device: Device,
+        shared: Slots | None = None,
     ):
+        """`shared`: buffers of a resharder that never runs at the same time, used when large enough."""
         self.plan, self.rank, self.group = plan, rank, group
         self.source, self.target = source, target
         self.dtype = getattr(torch, target.dtype)
@@ -85,10 +93,14 @@ class Resharder:
         self.rounds = list(_rounds(plan, rank, finder)) if plan.world > 1 and len(plan.moves) else []
         sizes = [max((sum(r.send_splits) for r in self.rounds), default=0)]
         sizes.append(max((sum(r.receive_splits) for r in self.rounds), default=0))
-        slots = min(2, len(self.rounds))
+        count = min(2, len(self.rounds))
         self.pairwise = False
         """Set when all_to_all_single fails its test on this group (see reshard_check.prepare)."""
-        self.slots = [[torch.empty(n, dtype=self.dtype, device=device.torch) for n in sizes] for _ in range(slots)]
+        self.slots: Slots = shared or []
+        if len(self.slots) < count or any(len(b) < n for slot in self.slots for b, n in zip(slot, sizes, strict=True)):
+            self.slots = [[torch.empty(n, dtype=self.dtype, device=device.torch) for n in sizes] for _ in range(count)]
+        self.sent, self.got = ([0] * plan.world for _ in range(2))
+        """Elements that the last run sent to, and got from, each rank."""
 
     def run(self, source: Stores, target: Stores) -> None:
         """Write every planned element of `target` from `source`. ValueError when a store is missing or too small."""
@@ -102,17 +114,39 @@ class Resharder:
         """Move as in `run`, but compare with what `target` holds and leave it: one line for each view that differs.
 
         For a target that its own loader filled from the same checkpoint: proves layouts, plan and exchange at once.
+        The coarser of both element types counts.
         """
-        found = []
+        found, types = [], [getattr(torch, layout.dtype) for layout in (self.source, self.target)]
+        coarse = min(types, key=lambda dtype: dtype.itemsize)
 
         def check(view: View, value: torch.Tensor) -> None:
             held = view.of(target)
-            wrong = int((held != value.to(held)).sum())
-            if wrong:
-                found.append(f"rank {self.rank}: {view.store} from element {view.offset}: {wrong} of {held.numel()}")
+            wrong = held.to(coarse) != value.to(coarse)
+            if count := int(wrong.sum()):
+                found.append(f"{self.describe(view, wrong)}: {count} of {held.numel()} elements differ")
 
         self._move(source, target, check)
         return found
+
+    def describe(self, view: View, wrong: torch.Tensor) -> str:
+        """Tensor, box, store and ranks of a view, for messages; the tensor is that of the first True in `wrong`."""
+        unit = view.box[1][0] + int(wrong.flatten(1).any(1).nonzero()[0])
+        kind = self.target.kinds[view.kind]
+        senders = self.senders(view.kind, view.box)
+        return (
+            f"{kind.tensor_name(view.box[0][0], unit)}: box {view.box} (layer, unit, row, col) in {view.store}, from "
+            f"rank {', '.join(map(str, senders))} to rank {self.rank}"
+        )
+
+    def senders(self, kind: str, box: Box) -> list[int]:
+        """Ranks that this rank gets parts of `box` from, itself perhaps among them."""
+        number = [k.name for k in self.plan.kinds].index(kind)
+        lo, hi = np.array(box).T
+        found: set[int] = set()
+        for table in (self.plan.local, self.plan.moves):
+            common = ((table.box[:, :, 0] < hi) & (table.box[:, :, 1] > lo)).all(axis=1)
+            found.update(table.src[common & (table.dst == self.rank) & (table.kind == number)].tolist())
+        return sorted(found)
 
     @torch.no_grad()
     def _move(self, source: Stores, target: Stores, sink: Callable[[View, torch.Tensor], None]) -> None:
@@ -123,10 +157,12 @@ class Resharder:
         for view, into in self.local:
             for place in into:
                 sink(place, view.of(source).to(self.dtype))
+        self.sent, self.got = ([0] * self.plan.world for _ in range(2))
         running: tuple[int, Any] | None = None
         for number in range(len(self.rounds)):
             send, step = self.pack(number, source), self.rounds[number]
             work = self.exchange(self.received(number), send, step.receive_splits, step.send_splits)
+            self.sent = [a + b for a, b in zip(self.sent, step.send_splits, strict=True)]
             if running:
                 self._finish(*running, sink)
             running = number, work
@@ -160,6 +196,7 @@ class Resharder:
     def _finish(self, number: int, work: Any, sink: Callable[[View, torch.Tensor], None]) -> None:
         if work is not None:
             work.wait()
+        self.got = [a + b for a, b in zip(self.got, self.rounds[number].receive_splits, strict=True)]
         self.unpack(number, sink)
 
 

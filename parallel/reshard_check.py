@@ -1,6 +1,7 @@
 """Distrust of the weight sync: before the first exchange, and after any of them.
 
     prepare        all ranks have the same plan; the exchange delivers a known pattern, else pairs of ranks take over
+    faults         after every run: bytes as planned, storage where it was, a sample of one layer finite
     verify         64-bit sums over what target ranks hold against sums over what source ranks hold, tensor by tensor
 
 A sum is over elements of raw bits x odd weight of the place within the tensor, modulo 2**64. It does not depend on who
@@ -10,7 +11,7 @@ holds what, so sources sum what each owns first; swapped rows, swapped experts a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.device import Device
-from parallel.layout import Box, Kind, Layout, Piece
+from parallel.layout import Box, Kind, Layout, Piece, intersect
 from parallel.reshard import Resharder, Stores, as_box, views
 from parallel.reshard_plan import Plan, match
 
@@ -84,7 +85,83 @@ def _pattern(number: int, src: int, dst: int, count: int) -> torch.Tensor:
     return (torch.arange(count) * 7 + src * 31 + dst * 17 + number) % 251
 
 
-# After
+# After every run
+
+
+def addresses(stores: Stores) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in stores.items()}
+
+
+def faults(resharder: Resharder, stores: Stores, before: Mapping[str, int], layer: int) -> list[str]:
+    """What is wrong on this rank after a run into `stores`: one line each, with tensor, box and ranks.
+
+    before    addresses of the stores as they were; stores that are not in it may lie anywhere
+    layer     the layer whose values are looked at
+    """
+    return [*_miscounted(resharder), *_moved(resharder, stores, before), *_not_finite(resharder, stores, layer)]
+
+
+def _miscounted(resharder: Resharder) -> Iterator[str]:
+    """Pairs of ranks whose bytes are not those of the plan, and the first box of the pair."""
+    plan, me = resharder.plan, resharder.rank
+    for verb, mine, other, done in (("sent", "src", "dst", resharder.sent), ("received", "dst", "src", resharder.got)):
+        table = plan.moves.take(np.flatnonzero(getattr(plan.moves, mine) == me))
+        peers = getattr(table, other)
+        planned = np.bincount(peers, table.size, minlength=plan.world).astype(np.int64)
+        for peer in np.flatnonzero(planned != np.array(done)).tolist():
+            row = np.flatnonzero(peers == peer)[:1]
+            what = [_tensor_and_box(plan.kinds[table.kind[i]], as_box(table.box[i].tolist())) for i in row.tolist()]
+            yield (
+                f"rank {me} {verb} {done[peer] * plan.item_bytes} bytes, not {planned[peer] * plan.item_bytes}, "
+                f"{'to' if mine == 'src' else 'from'} rank {peer}; their boxes begin with {', '.join(what) or 'none'}"
+            )
+
+
+def _tensor_and_box(kind: Kind, box: Box) -> str:
+    return f"{kind.tensor_name(box[0][0], box[1][0])}: box {box} (layer, unit, row, col)"
+
+
+def _moved(resharder: Resharder, stores: Stores, before: Mapping[str, int]) -> Iterator[str]:
+    moved = {name for name, at in addresses(stores).items() if at != before.get(name, at)}
+    for piece in resharder.target.pieces(resharder.rank) if moved else ():
+        for layer in range(*piece.box[0]):
+            if (name := piece.store_name(layer)) in moved:
+                moved.remove(name)
+                box = ((layer, layer + 1), *piece.box[1:])
+                what = _tensor_and_box(resharder.target.kinds[piece.kind], box)
+                yield f"{what}: {name} of rank {resharder.rank} is at {stores[name].data_ptr()}, not at {before[name]}"
+
+
+def _not_finite(resharder: Resharder, stores: Stores, layer: int) -> Iterator[str]:
+    target = resharder.target
+    sample = [piece for piece in target.pieces(resharder.rank) if piece.box[0][0] <= layer < piece.box[0][1]]
+    seen = [next(views(piece, ((layer, layer + 1), *piece.box[1:]))) for piece in sample]
+    if not seen:
+        return
+    # The extremes of a tensor with a NaN are NaN; this needs no mask of the tensor's size.
+    extremes = torch.stack([torch.stack(view.of(stores).aminmax()) for view in seen])
+    for view, good in zip(seen, extremes.isfinite().all(1).tolist(), strict=True):
+        if not good:
+            wrong = ~view.of(stores).isfinite()
+            yield f"{resharder.describe(view, wrong)}: {int(wrong.sum())} of {wrong.numel()} elements are not finite"
+
+
+def require(wrong: Sequence[str], what: str, world: int, group: dist.ProcessGroup | None, device: Device) -> None:
+    """RuntimeError on every rank with the lines of all ranks, unless there are none. One all-reduce if all is well."""
+    lines = list(wrong)
+    if group is not None:
+        count = torch.tensor([len(lines)], device=device.torch)
+        dist.all_reduce(count, group=group)
+        if not int(count):
+            return
+        everywhere: list[list[str]] = [[] for _ in range(world)]
+        dist.all_gather_object(everywhere, lines[:8], group=group)
+        lines = [line for found in everywhere for line in found]
+    if lines:
+        raise RuntimeError(f"reshard: {what}:\n  " + "\n  ".join(lines[:16]))
+
+
+# On the first runs, and now and then
 
 
 @dataclass(frozen=True)
@@ -124,17 +201,8 @@ def verify(
     if group is not None:
         sums = sums.to(device.torch)
         dist.all_reduce(sums, group=group)
-    wrong = _wrong(target, target_stores, rank, slots, sums.cpu())
-    if group is not None:
-        count = torch.tensor([len(wrong)], device=device.torch)
-        dist.all_reduce(count, group=group)
-        if not int(count):
-            return
-        everywhere: list[list[str]] = [[] for _ in range(target.world)]
-        dist.all_gather_object(everywhere, wrong[:8], group=group)
-        wrong = [line for lines in everywhere for line in lines]
-    if wrong:
-        raise RuntimeError("reshard: weights differ after the sync:\n  " + "\n  ".join(wrong[:16]))
+    wrong = _wrong(source, target, target_stores, rank, slots, sums.cpu())
+    require(wrong, "weights differ after the sync", target.world, group, device)
 
 
 def _source_sums(source: Layout, target: Layout, stores: Stores, rank: int, slots: _Slots) -> torch.Tensor:
@@ -159,7 +227,7 @@ def _span(box: Box, whole: Box, axis: int) -> slice:
     return slice(box[axis][0] - whole[axis][0], box[axis][1] - whole[axis][0])
 
 
-def _wrong(target: Layout, stores: Stores, rank: int, slots: _Slots, sums: torch.Tensor) -> list[str]:
+def _wrong(source: Layout, target: Layout, stores: Stores, rank: int, slots: _Slots, sums: torch.Tensor) -> list[str]:
     found = []
     for piece in target.pieces(rank):
         kind = target.kinds[piece.kind]
@@ -168,9 +236,12 @@ def _wrong(target: Layout, stores: Stores, rank: int, slots: _Slots, sums: torch
         units = _tensors(kind, piece.box)[1]
         for at in (mine != sums[start : start + len(mine)]).nonzero().flatten().tolist():
             layer, unit = piece.box[0][0] + at // units, piece.box[1][0] + at % units
+            part: Box = ((layer, layer + 1), (unit, unit + 1) if kind.unit_is_tensor else piece.box[1], *piece.box[2:])
+            held = source.table[piece.kind].items()
+            holders = sorted({r for box, ranks in held if intersect(box, part) for r in ranks})
             found.append(
                 f"{kind.tensor_name(layer, unit)}: box {piece.box} (layer, {'expert' if units > 1 else 'unit'}, row, "
-                f"col) in {piece.store_name(layer)} of rank {rank}"
+                f"col) in {piece.store_name(layer)} of rank {rank}; trained by ranks {str(holders[:16])[1:-1]}"
             )
     return found
 

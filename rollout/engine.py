@@ -24,7 +24,7 @@ import torch.distributed as dist
 from launch.config import Config, check_passthrough
 from parallel.family import ModelShape
 from parallel.grid import RolloutGrid
-from rollout import routes, vllm_cpu, vllm_params
+from rollout import routes, vllm_cpu, vllm_packed, vllm_params
 from rollout.batch import Request, Sample
 from rollout.engine_options import OWNED, engine_arguments, environment, model_stop_ids
 from rollout.schedule import Dealt, Progress, Queue, hand_out, longest_first
@@ -36,7 +36,8 @@ class Engine:
     tensors fill the device. `stop_token_ids` are the tokenizer's end-of-text ids, added to the model's and config's.
 
     slots     requests that run at the same time on one worker (vLLM's max_num_seqs)
-    layout    where the world keeps which weights; stores  this rank's parameters by layout name
+    layout    where the world keeps which weights; stores  this rank's parameters by layout name, but for
+    packed    modules whose weights a kernel packs (see vllm_packed.py)
     """
 
     def __init__(
@@ -64,17 +65,26 @@ class Engine:
         # without it (a small model, room for both sides) vLLM's sleep would still watch the free memory, and fail
         self._sleeps = device.kind == "cpu" or arguments["enable_sleep_mode"]
         self.slots = self._engine.vllm_config.scheduler_config.max_num_seqs
-        self.stores = vllm_params.stores(self.model)
+        self.packed = vllm_packed.packed_modules(self.model)
+        self.stores = self._plain_stores()
         transposed = vllm_params.experts_transposed(self.stores, shape.hidden, device.kind == "npu")
         self._layout_rule = partial(vllm_layout, shape, grid, config.rollout.dtype, transposed_experts=transposed)
         self._expert_maps, self._expert_state = self._live_maps(), []
         self.layout = self._layout_rule(expert_maps=self._expert_maps)
-        self._padding = vllm_params.check(self.layout.pieces(self.rank), self.stores, config.rollout.dtype)
+        everything = self.stores | {name: meta for packed in self.packed for name, meta in packed.loaded.items()}
+        padding = vllm_params.check(self.layout.pieces(self.rank), everything, config.rollout.dtype)
+        self._padding = {name: count for name, count in padding.items() if name in self.stores}
+        self._must_keep = config.rollout.compare_at_start
         vllm_params.clear_padding(self.stores, self._padding)
         self._store = dist.distributed_c10d._get_default_store()
         self._name = f"rollout/{self._store.add(f'rollout/engines/{self.rank}', 1)}"
         self._rounds = 0
         self._flying: dict[str, Request] = {}
+
+    def _plain_stores(self) -> dict[str, torch.Tensor]:
+        """Parameters that are written in place; the others belong to `packed`."""
+        packed = {name for module in self.packed for name in module.names}
+        return {name: store for name, store in vllm_params.stores(self.model).items() if name not in packed}
 
     def _live_maps(self) -> list[routes.ExpertMap] | None:
         """Where every replica has its experts now (a collective); None without redundant ones."""
@@ -177,11 +187,13 @@ class Engine:
     # Memory. On cpu nothing is freed, the same calls are harmless.
 
     def sleep(self) -> None:
-        """Free the KV cache and the weights. Level 1 keeps a host copy, for runs that do not write new weights."""
+        """Free the KV cache and the weights. Level 1 keeps a host copy, for runs that do not write new weights, and of
+        weights that are still to be compared."""
         if not self._sleeps:
             return
         self._expert_state = routes.save_maps(self._runner)
-        self._engine.sleep(level=2 if self.config.rollout.sync_weights else 1)
+        self._engine.sleep(level=1 if self._must_keep or not self.config.rollout.sync_weights else 2)
+        self._must_keep = False
 
     def wake_weights(self) -> None:
         """Storage of the weights is back at its old addresses; its contents are not, they must be written: by `layout`,
@@ -194,7 +206,7 @@ class Engine:
             self._expert_state = []
         if self.device.kind == "npu":
             vllm_params.restore_transposed_experts(self.model)
-        current = vllm_params.stores(self.model)
+        current = self._plain_stores()
         vllm_params.require_stable(self.stores, current)
         self.stores = current
         if (maps := self._live_maps()) != self._expert_maps:
@@ -208,8 +220,12 @@ class Engine:
         """
         if self.config.rollout.redundant_experts:
             raise ValueError("rollout.sync_plan = golden cannot write redundant experts; use sync_plan = planned")
+        for packed in self.packed:
+            packed.open()
         with torch.no_grad():
             self.model.load_weights(tensors)
+        for packed in self.packed:
+            packed.close()
 
     def wake_cache(self) -> None:
         """KV cache back, prefixes of older weights forgotten: ready to generate."""
@@ -227,7 +243,7 @@ class Engine:
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         del self._engine, self.model, self._runner, self._capture
-        self.stores = {}
+        self.stores, self.packed = {}, []
         gc.collect()
         destroy_model_parallel()
 

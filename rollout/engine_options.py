@@ -53,7 +53,7 @@ def engine_arguments(config: Config, shape: ModelShape, grid: RolloutGrid, kind:
     ours = dict(
         model=config.model.path,
         skip_tokenizer_init=not rollout.stop,
-        load_format="dummy",
+        load_format="auto" if rollout.compare_at_start else "dummy",
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=grid.tp,
         data_parallel_size=grid.dp,

@@ -24,10 +24,11 @@ def stores(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     vLLM 0.23 lacks "routed_experts." in the names, and the router is reachable through the experts as well.
     """
-    return {_layout_name(name): parameter.data for name, parameter in model.named_parameters()}
+    return {layout_name(name): parameter.data for name, parameter in model.named_parameters()}
 
 
-def _layout_name(name: str) -> str:
+def layout_name(name: str) -> str:
+    """Name in vllm_layout of a live parameter."""
     return EXPERT_GATE.sub(".gate.weight", EXPERT_WEIGHT.sub(r"experts.routed_experts.\1_weight", name))
 
 

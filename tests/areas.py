@@ -23,7 +23,7 @@ AREAS: dict[str, list[str]] = {
         "hf*",
         "smollm2*",
     ],
-    "reshard": ["reshard*", "layout*", "megatron_layout*", "vllm_layout*", "vllm_params*", "grid*"],
+    "reshard": ["reshard*", "layout*", "megatron_layout*", "vllm_layout*", "vllm_p*", "grid*"],
     "training": ["megatron_[!l]*", "training*", "attention*", "packing*", "device*", "log_prob*", "groups*"],
     "algorithms": ["advantage*", "loss*", "reward*", "pool*", "schedule*", "batch*", "selfcheck*", "algorithms*"],
     "state": ["checkpoint*", "runtime*", "resume*", "state*", "convert*", "offload*", "phases*", "train_state*"],

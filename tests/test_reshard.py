@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from launch.config import RolloutConfig
 from parallel.family import ModelShape
 from parallel.grid import RolloutGrid, TrainGrid
 from parallel.layout import Layout
@@ -20,6 +21,7 @@ from parallel.reshard import Resharder
 from parallel.reshard_check import agree, prepare, verify
 from parallel.reshard_golden import gather_full
 from parallel.reshard_plan import plan
+from parallel.weight_sync import WeightSync
 from rollout.vllm_layout import vllm_layout
 from tests.ranks import run_ranks
 from tests.reshard_bound import Job
@@ -82,6 +84,8 @@ def test_one_rank_needs_no_group_and_casts():
     resharder.run(expected(source, 0), stores)
     assert differing(stores, expected(target, 0)) == []
     assert resharder.compare(expected(source, 0), stores) == []
+    assert resharder.compare(expected(source, 0), {name: store * (1 + 1e-5) for name, store in stores.items()}) == []
+    assert resharder.compare(expected(source, 0), {name: store * 1.02 for name, store in stores.items()})
     verify(source, target, expected(source, 0), stores, 0, None, CPU)
 
 
@@ -221,11 +225,79 @@ def test_damage_is_caught_and_named():
     first, second = run_ranks(2, damaged_on_gloo)
     flip, swap, rows, nothing, dropped, whole, same, other = first
     assert first[:6] == second[:6]  # every rank says the same
-    assert "model.layers.2.mlp.experts.4.down_proj.weight: box ((0, 4), (4, 8)" in flip and "of rank 1" in flip
+    assert "model.layers.2.mlp.experts.4.down_proj.weight: box ((0, 4), (4, 8)" in flip
+    assert "of rank 1; trained by ranks 1" in flip  # the second pipeline stage
     assert "experts.5.gate_proj" in swap and "experts.6.up_proj" in swap and "experts.4" not in swap
     assert "model.layers.0.self_attn.o_proj.weight" in rows and "layers.1." not in rows
     assert nothing == whole == same == "" and "weights differ after the sync" in dropped
     assert "different plans" in other
+
+
+def faulty_on_gloo(rank: int) -> dict[str, str]:
+    """What the sync says of each fault that its checks after every run are for; what a comparison at the start says."""
+    dist.init_process_group("gloo")
+    shape, options = small_shape(), RolloutConfig(sync_staging_mib=1)
+    source, target = megatron_layout(shape, TrainGrid(2, pp=2)), vllm_layout(shape, RolloutGrid(2, 2, 1, True))
+    said = {}
+
+    def attempt(name: str, runs: int, damage, held=None, compared: bool = False) -> None:
+        weights = WeightSync(source, target, options, rank, dist.group.WORLD, CPU)
+        weights.runs = 3  # no longer verified by hashes
+        stores = expected(target, rank) if compared else fresh(target, rank)
+        held, said[name] = held or expected(source, rank), ""
+        for _ in range(runs):
+            weights.run(held, stores) if not compared else None
+        damage(weights, held, stores)
+        try:
+            weights.compare(held, stores) if compared else weights.run(held, stores)
+        except RuntimeError as error:
+            said[name] = str(error)
+
+    def drop(weights, held, stores):
+        weights.parts[0].resharder.rounds.pop()
+
+    def move(weights, held, stores):
+        if rank == 1:
+            stores["model.layers.1.mlp.gate.weight"] = stores["model.layers.1.mlp.gate.weight"].clone()
+
+    def poison(weights, held, stores):
+        if rank == 1:  # its first layer is layer 2 of the model; two experts of every weight
+            held["0:decoder.layers.0.mlp.experts.weight2"].view(8, -1)[5:7, 3] = float("nan")
+
+    def change(weights, held, stores):
+        if rank == 1:
+            stores["model.layers.3.mlp.experts.routed_experts.w2_weight"].view(4, -1)[1, 7] += 1
+
+    def nothing(weights, held, stores):
+        pass
+
+    attempt("clean", 2, nothing)
+    attempt("dropped", 0, drop)
+    attempt("moved", 1, move)
+    attempt("nan elsewhere", 0, poison)  # layer 3 is looked at
+    attempt("nan", 3, poison)  # layer 2
+    attempt("equal", 0, nothing, compared=True)
+    attempt("different", 0, change, compared=True)
+    dist.destroy_process_group()
+    return said
+
+
+@pytest.mark.slow
+def test_every_fault_after_a_run_names_tensor_box_and_ranks():
+    said, other = run_ranks(2, faulty_on_gloo)
+    assert said == other and {name for name in said if not said[name]} == {"clean", "nan elsewhere", "equal"}
+    assert re.search(
+        r"rank 0 sent 0 bytes, not \d+, to rank 1; their boxes begin with model\.\S+: box \(\(", said["dropped"]
+    )
+    assert re.search(r"rank 0 received 0 bytes, not \d+, from rank 1; their boxes begin with", said["dropped"])
+    moved = (
+        r"layers.1.mlp.gate.weight: box \(\(1, 2\), .*model.layers.1.mlp.gate.weight of rank 1 is at \d+, not at \d+"
+    )
+    assert re.search(moved, said["moved"]) and said["moved"].count("box") == 1
+    nan = "model.layers.2.mlp.experts.5.down_proj.weight: box ((2, 3), (4, 8), (0, 16), (0, 8)) (layer, unit, row, col)"
+    assert nan in said["nan"] and "from rank 1 to rank 1: 2 of 512 elements are not finite" in said["nan"]
+    assert "layers.3.mlp.experts.5.down_proj.weight: box ((3, 4)" in said["different"]
+    assert "from rank 1 to rank 1: 1 of " in said["different"] and "vLLM has loaded itself" in said["different"]
 
 
 def broken_all_to_all(rank: int) -> bool:

@@ -5,11 +5,13 @@ One engine start serves all training layouts: Megatron models are built first an
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from launch.tiny_models import write_model
+from tests.jobs import prepare, run_job
 from tests.ranks import run_ranks
 from tests.test_engine import World, unequal
 
@@ -117,3 +119,52 @@ def test_every_pair_of_layouts(models, model, world):
     for found in run_ranks(world, pairs, models[model], train, rollout, timeout_s=500):
         assert len(found) == len(train) * len(rollout)
         assert not {pair: names for pair, names in found.items() if names}
+
+
+def compared(rank: int, path: str) -> dict[str, str]:
+    """What the comparison at the start says: after a nap, with one element of vLLM's changed, and on resume."""
+    import torch.distributed as dist
+
+    from parallel.device import Device
+    from parallel.weight_sync import WeightSync
+
+    world, said = World(), {}
+    layout, stores = megatron(path, world, dict(pp=2, ep=1))
+    engine = world.engine(path, tp=2, expert_parallel=True, compare_at_start=True)
+    engine.sleep(), engine.wake_weights()
+
+    def attempt(name: str, resumed: bool = False) -> None:
+        where = (rank, dist.group.WORLD, Device("cpu"))
+        weights = WeightSync(layout, engine.layout, engine.config.rollout, *where, engine.packed)
+        weights.is_resumed, said[name] = resumed, ""
+        try:
+            weights.update(stores, engine)
+        except RuntimeError as error:
+            said[name] = str(error)
+
+    attempt("as loaded")
+    if rank == 1:
+        engine.stores["model.layers.1.self_attn.qkv_proj.weight"][3, 5] += 1e-3
+    attempt("changed")
+    attempt("changed, resumed", resumed=True)
+    attempt("as written")
+    return said
+
+
+@pytest.mark.slow
+def test_comparison_with_what_vllm_loaded_itself(models):
+    said, other = run_ranks(2, compared, models["moe"], timeout_s=200)
+    assert said == other and [name for name in said if said[name]] == ["changed"]
+    assert "other weights than vLLM has loaded itself from model.path" in said["changed"]
+    where = r"model.layers.1.self_attn.q_proj.weight: box \(\(1, 2\), .*\(layer, unit, row, col\) in model.layers.1."
+    assert re.search(where + r"self_attn.qkv_proj.weight, from rank \d to rank 1: 1 of \d+ elem", said["changed"])
+
+
+@pytest.mark.full
+def test_a_job_compares_at_its_start_and_not_on_resume(tmp_path):
+    data = prepare("copy", tmp_path / "copy")
+    paths = [f"model.path={data}/model", f'data.train_files=["{data}/train.parquet"]']
+    small = ["data.val_files=[]", "eval.every_steps=0", "rollout.compare_at_start=true", "train.tp=2", "train.ep=1"]
+    for steps in (1, 2):
+        job = run_job(tmp_path / "run", 2, "launch/recipes/quickstart.toml", *paths, *small, f"total_steps={steps}")
+        assert ("every element equals what vLLM loaded itself" in job.output) == (steps == 1)

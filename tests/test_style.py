@@ -35,7 +35,7 @@ REACH_EVERYWHERE = {
 }
 MEGATRON = "parallel/megatron_"
 ONLY_IN = {
-    "vllm": {f"rollout/{name}.py" for name in ("engine", "vllm_params", "vllm_cpu", "routes")},
+    "vllm": {f"rollout/{name}.py" for name in ("engine", "vllm_params", "vllm_packed", "vllm_cpu", "routes")},
     # megatron_layout.py is pure; its own rule is stricter.
     "megatron": {f"parallel/{name}.py" for name in ("attention", "replay", "offload", "checkpoint")},
     "torch_npu": {
