@@ -66,6 +66,8 @@ FIXED = {
     "num_distributed_optimizer_instances": "always 1",
     "use_megatron_fsdp": "not supported",
     "mtp_num_layers": "not supported",
+    "moe_router_enable_expert_bias": "the engine's models have no router bias: it would route differently",
+    "moe_shared_expert_intermediate_size": "the supported families have no shared expert",
     "check_for_nan_in_grad": "always checked: the update is skipped and the parameter named",
     "use_precision_aware_optimizer": "needs TransformerEngine's Adam, which is not used",
     "moe_grouped_gemm": "always on, whatever train.spec is",

@@ -27,6 +27,7 @@ def bench(rank: int, *arguments: str) -> dict:
     return json.loads(output.getvalue()) if rank == 0 else {}
 
 
+WAYS = ("planned", "bare", "golden")
 SMALL = ("model.path=bench-moe", "train.ep=2", "train.etp=1", "rollout.tp=2", "rollout.expert_parallel=true")
 
 
@@ -37,7 +38,7 @@ def test_reshard_row_counts_bytes_and_verifies():
     whole = 2 * 110_000_000  # elements of the model, rounded up
     assert found["planned"]["received_bytes"] < found["golden"]["received_bytes"] < whole
     assert found["bare"]["received_bytes"] == found["planned"]["received_bytes"]
-    assert all(found[row]["median_s"] > 0 for row in ("planned", "bare", "golden"))
+    assert all(found[row]["median_s"] > 0 for row in WAYS)
 
 
 def test_reshard_row_on_one_rank(capsys):
@@ -53,13 +54,15 @@ def test_bad_input_is_one_message(capsys):
 
 @pytest.mark.full
 def test_planned_is_five_times_faster_than_golden_and_near_a_bare_exchange():
-    found = run_ranks(4, bench, timeout_s=500)[0]
-    seconds = {row: found[row]["min_s"] for row in ("planned", "bare", "golden")}
-    assert 5 * seconds["planned"] <= seconds["golden"] and seconds["planned"] <= 2 * seconds["bare"]
-    replicas = run_ranks(
-        4, bench, "model.path=bench-moe", "train.ep=2", "train.etp=1", "train.pp=2", "rollout.tp=1", timeout_s=500
-    )[0]
-    assert replicas["planned"]["min_s"] <= replicas["golden"]["min_s"]
+    """Quotients of runs next to each other in time, medians of eleven: other load meets all three alike."""
+    many = ("--repeats", "11")
+    found = run_ranks(4, bench, *many, timeout_s=500)[0]
+    print({row: (round(found[row]["median_s"], 4), round(found[row]["x_planned"], 2)) for row in WAYS})
+    assert found["tensors"] >= 3000 and 5 <= found["golden"]["x_planned"] and 1 / 2 <= found["bare"]["x_planned"]
+    replicas = ("model.path=bench-moe", "train.ep=2", "train.etp=1", "train.pp=2", "rollout.tp=1")
+    found = run_ranks(4, bench, *many, *replicas, timeout_s=500)[0]
+    print({row: (round(found[row]["median_s"], 4), round(found[row]["x_planned"], 2)) for row in WAYS})
+    assert found["golden"]["x_planned"] >= 1
 
 
 ROWS = {

@@ -89,6 +89,31 @@ def test_one_rank_needs_no_group_and_casts():
     verify(source, target, expected(source, 0), stores, 0, None, CPU)
 
 
+@pytest.mark.parametrize(("train", "rollout"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_the_sender_casts_to_what_the_target_holds(train, rollout):
+    """Messages have the target's type, so that both ends count the same bytes; every rank of a virtual world."""
+    shape = small_shape()
+    source = megatron_layout(shape, TrainGrid(4, pp=2, ep=2), dtype=train)
+    target = vllm_layout(shape, RolloutGrid(4, 2, 2, True), dtype=rollout)
+    moves = plan(source, target, cap_bytes=4096)
+    item = torch.empty(0, dtype=getattr(torch, rollout)).element_size()
+    sender = Resharder(moves, 0, None, source, target, CPU)
+    packed = sender.pack(0, expected(source, 0))
+    assert packed.dtype == getattr(torch, rollout) and moves.item_bytes == item
+    assert packed.numel() * item == sum(sender.rounds[0].send_splits) * item <= 4096
+    check_virtual_world(source, target, moves)
+
+
+def test_buffers_are_bounded_and_shared():
+    source, target = layouts(Job(**{**ROWS["30B 2x8 ep16"][0], **SHRUNK}))
+    moves = plan(source, target, cap_bytes=1 << 16)
+    first = Resharder(moves, 3, None, source, target, CPU)
+    assert moves.rounds > 2 and sum(b.nbytes for slot in first.slots for b in slot) <= 2 * 2 * moves.cap_bytes
+    assert Resharder(moves, 3, None, source, target, CPU, first.slots).slots is first.slots
+    smaller = [[buffer[:1] for buffer in slot] for slot in first.slots]
+    assert len(Resharder(moves, 3, None, source, target, CPU, smaller).slots[0][0]) > 1
+
+
 def test_missing_and_small_stores_are_named():
     source, target, resharder = one_rank()
     stores = expected(source, 0)
@@ -300,8 +325,8 @@ def test_every_fault_after_a_run_names_tensor_box_and_ranks():
     assert "from rank 1 to rank 1: 1 of " in said["different"] and "vLLM has loaded itself" in said["different"]
 
 
-def broken_all_to_all(rank: int) -> bool:
-    """A backend whose all_to_all_single delivers zeros: the pairwise exchange takes over and is right."""
+def broken_all_to_all(rank: int) -> tuple[bool, str]:
+    """A backend whose all_to_all_single delivers zeros: the pairwise exchange takes over and is right. Then none is."""
     dist.init_process_group("gloo")
     shape = small_shape()
     source, target = megatron_layout(shape, TrainGrid(2, ep=2)), vllm_layout(shape, RolloutGrid(2, 2))
@@ -319,13 +344,20 @@ def broken_all_to_all(rank: int) -> bool:
     stores = fresh(target, rank)
     resharder.run(expected(source, rank), stores)
     assert differing(stores, expected(target, rank)) == []
+    taken_over, said = resharder.pairwise, ""
+    dist.batch_isend_irecv = lambda operations: []
+    try:
+        prepare(resharder, CPU)
+    except RuntimeError as error:
+        said = str(error)
     dist.destroy_process_group()
-    return resharder.pairwise
+    return taken_over, said
 
 
 @pytest.mark.slow
 def test_a_broken_exchange_is_replaced():
-    assert run_ranks(2, broken_all_to_all) == [True, True]
+    for taken_over, said in run_ranks(2, broken_all_to_all):
+        assert taken_over and "neither all_to_all_single nor pairs of isend and irecv deliver" in said
 
 
 def golden_on_gloo(rank: int, moe: bool) -> list[str]:

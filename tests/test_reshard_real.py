@@ -47,6 +47,7 @@ def megatron(path: str, world: World, degrees: dict[str, int]) -> tuple[Any, dic
     model = build(shape, Config(model=ModelConfig(path=path), train=train), grid, device, 1)
     hf.load(path, layout, model.stores(), world.rank, dist.group.WORLD, device)
     stores = model.stores()
+    assert not [name for chunk in model.chunks for name, _ in chunk.module.named_buffers()]  # nothing else to move
     parallel_state.destroy_model_parallel()
     return layout, stores
 
@@ -132,6 +133,8 @@ def compared(rank: int, path: str) -> dict[str, str]:
     layout, stores = megatron(path, world, dict(pp=2, ep=1))
     engine = world.engine(path, tp=2, expert_parallel=True, compare_at_start=True)
     engine.sleep(), engine.wake_weights()
+    derived = re.compile(r"cos_sin_cache|_[kqv]_scale|_prob_scale|_expert_map")
+    assert not [name for name, _ in engine.model.named_buffers() if not derived.search(name)]  # none is trained
 
     def attempt(name: str, resumed: bool = False) -> None:
         where = (rank, dist.group.WORLD, Device("cpu"))
