@@ -24,7 +24,6 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 8": "",  # README says in words that these need hardware
     "torchrun --nnodes 16": "",
     "python -m launch.prepare": "tests/test_prepare.py",
-    "python -m launch.plan reshard": "tests/test_plan_reshard.py",
     "python -m launch.plan search": "tests/test_plan_job.py",
     "python -m launch.doctor": "tests/test_doctor.py",
     "python -m launch.migrate": "tests/test_migrate.py",
@@ -34,7 +33,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 4 trainer.py launch/recipes/qwen3-235b-a22b-h100.toml": "tests/test_recipes.py",
     "torchrun --standalone --nproc-per-node 4 trainer.py launch/recipes/qwen3": "tests/test_recipes.py",
 }
-"""Beginning of a command -> the test that runs it; the commands of `launch.plan job` are run here."""
+"""Beginning of a command -> the test that runs it; the commands of `launch.plan job` and `reshard` are run here."""
 
 
 def commands() -> list[tuple[str, str]]:
@@ -49,7 +48,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def here(command: str) -> bool:
-    return command.startswith("python -m launch.plan job")
+    return command.startswith(("python -m launch.plan job", "python -m launch.plan reshard"))
 
 
 def test_every_command_has_its_test():

@@ -149,3 +149,24 @@ def test_expert_map_that_does_not_spread():
 
 def test_kind_names():
     assert Kind("x", "a.{layer}.b.{unit}.w", (2, 3, 4, 5)).tensor_name(1, 2) == "a.1.b.2.w"
+
+
+def test_stores_of_a_layout_can_be_picked():
+    """Some layers of a kind become boxes of one layer at their old places; untouched pieces stay as they are."""
+    whole = vllm_layout(shape(), RolloutGrid(2, 2))
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    rest, one = whole.only(lambda store: store != name), whole.only(name.__eq__)
+    assert set(one.kinds) == {"q", "k", "v"} and one.kinds["q"] is whole.kinds["q"]
+    for rank in range(2):
+        assert {p.store_name(layer) for p in one.pieces(rank) for layer in range(*p.box[0])} == {name}
+        assert set(rest.pieces(rank)) >= {p for p in whole.pieces(rank) if p.kind not in "qkv"}
+        for kind in "qkv":
+            parts = [p for layout in (rest, one) for p in layout.pieces(rank) if p.kind == kind]
+            want = {
+                (n, p.store_name(n), p.box[1:], p.offset)
+                for p in whole.pieces(rank)
+                if p.kind == kind
+                for n in range(*p.box[0])
+            }
+            got = [(n, p.store_name(n), p.box[1:], p.offset) for p in parts for n in range(*p.box[0])]
+            assert len(got) == len(want) and set(got) == want

@@ -157,6 +157,7 @@ def compared(rank: int, path: str) -> dict[str, str]:
 @pytest.mark.slow
 def test_comparison_with_what_vllm_loaded_itself(models):
     said, other = run_ranks(2, compared, models["moe"], timeout_s=200)
+    print(said["changed"])
     assert said == other and [name for name in said if said[name]] == ["changed"]
     assert "other weights than vLLM has loaded itself from model.path" in said["changed"]
     where = r"model.layers.1.self_attn.q_proj.weight: box \(\(1, 2\), .*\(layer, unit, row, col\) in model.layers.1."
@@ -164,10 +165,21 @@ def test_comparison_with_what_vllm_loaded_itself(models):
 
 
 @pytest.mark.full
-def test_a_job_compares_at_its_start_and_not_on_resume(tmp_path):
+def test_jobs_compare_at_their_start_and_golden_jobs_draw_the_same(tmp_path):
+    """The comparison is made by a new job, not by one that resumes; the golden path is the oracle of a whole job."""
     data = prepare("copy", tmp_path / "copy")
-    paths = [f"model.path={data}/model", f'data.train_files=["{data}/train.parquet"]']
-    small = ["data.val_files=[]", "eval.every_steps=0", "rollout.compare_at_start=true", "train.tp=2", "train.ep=1"]
-    for steps in (1, 2):
-        job = run_job(tmp_path / "run", 2, "launch/recipes/quickstart.toml", *paths, *small, f"total_steps={steps}")
-        assert ("every element equals what vLLM loaded itself" in job.output) == (steps == 1)
+    small = [f"model.path={data}/model", f'data.train_files=["{data}/train.parquet"]', "data.val_files=[]"]
+    small += ["eval.every_steps=0", "train.tp=2", "train.ep=1"]
+
+    def job(name: str, steps: int, *options: str):
+        options = ("launch/recipes/quickstart.toml", *small, *options, f"total_steps={steps}")
+        return run_job(tmp_path / name, 2, *options)
+
+    compared, golden = "rollout.compare_at_start=true", "rollout.sync_plan=golden"
+    message = "every element equals what vLLM loaded itself"
+    assert message in job("planned", 1, compared).output
+    resumed = job("planned", 2, compared)
+    assert message not in resumed.output
+    oracle = job("golden", 2, golden)
+    for step in (1, 2):
+        assert [s["response"] for s in resumed.samples(step)] == [s["response"] for s in oracle.samples(step)]
