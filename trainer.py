@@ -80,15 +80,16 @@ class Trainer:
         self.rank, self.coord = groups.rank, groups.train.coord(groups.rank)
         train, algorithm = config.train, config.algorithm
         with self.phase("build"):
+            stages = (train.first_stage_layers, train.last_stage_layers)
+            self.layout = megatron_layout(inputs.shape, groups.train, *stages, dtype=train.dtype)
             self.engine = Engine(config, inputs.shape, groups.rollout, device, inputs.stop_ids)
+            self.engine.place_experts(inputs.shape, self.layout)
             run_dir.note_process()  # with the engine's shared memory, for the next start if this one is killed
             self.engine.sleep()  # the device is the training side's until the first sync
             replay, num_updates = config.rollout.routing_replay, inputs.total_steps * self.updates_per_rollout
             router = {} if replay == "none" else {"router": ReplayRouter}
             self.model = build(inputs.shape, config, groups.train, device, num_updates, **router)
             self.replay = RoutingReplay(replay, self.model, self.coord)
-            stages = (train.first_stage_layers, train.last_stage_layers)
-            self.layout = megatron_layout(inputs.shape, groups.train, *stages, dtype=train.dtype)
         with self.phase("load"):
             hf.load(config.model.path, self.layout, self.model.stores(), self.rank, groups.world, device)
             self.model.after_load()

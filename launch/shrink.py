@@ -66,10 +66,16 @@ def _train(train: TrainConfig) -> TrainConfig:
 
 
 def _rollout(rollout: RolloutConfig) -> RolloutConfig:
+    tp, dp = min(rollout.tp, LARGEST_DEGREE), min(rollout.dp, LARGEST_DEGREE)
     return replace(
         rollout,
-        tp=min(rollout.tp, LARGEST_DEGREE),
-        dp=min(rollout.dp, LARGEST_DEGREE),
-        redundant_experts=0,  # vLLM refuses expert copies on cpu
+        tp=tp,
+        dp=dp,
+        redundant_experts=_copies(tp * dp) if rollout.redundant_experts else 0,
         vllm={name: value for name, value in rollout.vllm.items() if name not in DEVICE_ONLY},
     )
+
+
+def _copies(ranks: int) -> int:
+    """The fewest expert copies, at least one, with which all slots spread over the engine's ranks."""
+    return -NUM_EXPERTS % ranks or ranks

@@ -147,6 +147,21 @@ def expert_map(runner: Any) -> ExpertMap | None:
     return None
 
 
+@torch.inference_mode()
+def place_experts(runner: Any, held: Sequence[Sequence[int]]) -> None:
+    """Make [layer][slot] -> expert the live map of the model, in vLLM's own tensors. No weight is moved."""
+    for state in model_states(runner):
+        slots = np.full(tuple(state.logical_to_physical_map.shape), -1)
+        count = np.zeros(tuple(state.logical_replica_count.shape), np.int64)
+        for layer, row in enumerate(held):
+            for slot, expert in enumerate(row):
+                slots[layer, expert, count[layer, expert]] = slot
+                count[layer, expert] += 1
+        state.physical_to_logical_map.copy_(torch.tensor(held))
+        state.logical_to_physical_map.copy_(torch.from_numpy(slots))
+        state.logical_replica_count.copy_(torch.from_numpy(count))
+
+
 def replica_maps(runner: Any, replica_size: int, group: Any = None) -> list[ExpertMap] | None:
     """Live map of every replica, on every rank: replicas see different tokens and move experts differently.
 

@@ -85,6 +85,7 @@ def test_shrink_keeps_what_it_can(job, tiny):
     experts = small.train.ep * (small.train.etp or 1)
     assert experts == min(recipe.train.ep * (recipe.train.etp or 1), LARGEST_DEGREE)
     assert (small.rollout.tp, small.rollout.dp) == (min(recipe.rollout.tp, 2), min(recipe.rollout.dp, 2))
+    assert bool(small.rollout.redundant_experts) == bool(recipe.rollout.redundant_experts)
     assert bool(small.train.first_stage_layers) == bool(recipe.train.first_stage_layers)
     tail = small.algorithm.overlong_buffer_tokens
     assert bool(tail) == bool(recipe.algorithm.overlong_buffer_tokens)
