@@ -396,7 +396,6 @@ def refusal(path: Path, world_size: int = 8, kind: str = "cpu", **train: Any) ->
 
 def test_what_cannot_work_is_refused_early(cases: dict[str, Path]) -> None:
     moe, dense = cases["moe"], cases["qwen3"]
-    assert "gloo cannot" in refusal(moe, tp=2, etp=2, ep=2)
     assert "8 experts do not divide by train.ep = 3" in refusal(moe, world_size=3, ep=3)
     assert "4 attention heads do not divide by train.tp = 8" in refusal(dense, tp=8)
     assert "no experts" in refusal(dense, ep=2)
