@@ -15,7 +15,17 @@ setup(
     python_requires=">=3.10",
     packages=["rollout", "parallel", "reward", "launch"],
     py_modules=["trainer"],
-    package_data={"launch": ["recipes/*.toml", "models/*/config.json", "requirements-cpu.txt", "*.sh", "job.sbatch"]},
+    package_data={
+        "launch": [
+            "recipes/*.toml",
+            "models/*/config.json",
+            "requirements-cpu.txt",
+            "*.sh",
+            "*.html",
+            "Dockerfile.*",
+            "job.sbatch",
+        ]
+    },
     install_requires=[
         "numpy",
         "pyarrow",

@@ -46,7 +46,7 @@ from parallel.micro_batches import MicroBatch, spread, unpack
 from parallel.offload import TrainOffload
 from parallel.packing import Update, plan_updates
 from parallel.phases import PhaseMachine
-from parallel.replay import ReplayRouter, RoutingReplay
+from parallel.replay import ReplayRouter, RoutingReplay, layers_of_ranks
 from parallel.weight_sync import WeightSync
 from reward.advantage import KLController, keep_groups
 from reward.experience import Experience
@@ -79,15 +79,16 @@ class Trainer:
         self.rank, self.coord = groups.rank, groups.train.coord(groups.rank)
         train, algorithm = config.train, config.algorithm
         with self.phase("build"):
+            stages = (train.first_stage_layers, train.last_stage_layers)
+            self.layout = megatron_layout(inputs.shape, groups.train, *stages, dtype=train.dtype)
             self.engine = Engine(config, inputs.shape, groups.rollout, device, inputs.stop_ids)
+            self.engine.place_experts(inputs.shape, self.layout)
             run_dir.note_process()  # with the engine's shared memory, for the next start if this one is killed
             self.engine.sleep()  # the device is the training side's until the first sync
             replay, num_updates = config.rollout.routing_replay, inputs.total_steps * self.updates_per_rollout
             router = {} if replay == "none" else {"router": ReplayRouter}
             self.model = build(inputs.shape, config, groups.train, device, num_updates, **router)
             self.replay = RoutingReplay(replay, self.model, self.coord)
-            stages = (train.first_stage_layers, train.last_stage_layers)
-            self.layout = megatron_layout(inputs.shape, groups.train, *stages, dtype=train.dtype)
         with self.phase("load"):
             hf.load(config.model.path, self.layout, self.model.stores(), self.rank, groups.world, device)
             self.model.after_load()
@@ -106,7 +107,7 @@ class Trainer:
             "restore_training": self.offload.restore,
         }
         self.phases = PhaseMachine(moves, device.memory)
-        self.journal = Journal(config, run_dir, inputs.shape, device, groups.host, inputs.total_steps)
+        self.journal = Journal(config, run_dir, inputs.shape, device, groups.host, inputs.total_steps, self.phases)
         self.profiler = Profiler(config.log, run_dir.path, self.rank, device.kind)
         self.collector = Collector(inputs.prompts, config, keep_groups)
 
@@ -129,7 +130,7 @@ class Trainer:
             metrics.add(name, value)
         batch = Experience.of(samples)
         updates = self.plan_updates(batch)
-        self.deliver_routes(samples, updates, metrics)
+        self.deliver_routes(samples, updates)
         if self.needs_old_pass:
             with self.phase("old_log_prob"):
                 batch.fields["old_logprobs"] = self.log_probs(batch, updates, self.replay.scoring)
@@ -189,16 +190,15 @@ class Trainer:
         needed_first = algorithm.kl_reward or algorithm.correction != "none" or several
         return algorithm.old_log_probs == "recompute" or (algorithm.old_log_probs == "auto" and bool(needed_first))
 
-    def deliver_routes(self, samples: Sequence[Sample], updates: Sequence[Update], metrics: Metrics) -> None:
-        """R3: every rank gets the routed experts of the sequences that its model replica trains on."""
+    def deliver_routes(self, samples: Sequence[Sample], updates: Sequence[Update]) -> None:
+        """R3: every rank gets the routed experts of the sequences and layers that it trains."""
         if self.replay.mode != "R3":
             return
         with self.phase("routes"):
             ranks = map(self.groups.train.coord, range(self.groups.train.world))
             wanted = [sorted(i for u in updates for micro in u.dealt[c.dp] for i in micro) for c in ranks]
-            self.replay.sequences, load = deliver(samples, wanted, self.inputs.shape, self.groups.host)
-        for name, value in load.items():
-            metrics.add(name, value)
+            layers, shape, group = layers_of_ranks(self.model), self.inputs.shape, self.groups.host
+            self.replay.sequences = deliver(samples, wanted, layers, shape, group)
 
     def reference_log_probs(self, batch: Experience, updates: Sequence[Update]) -> list[np.ndarray]:
         with swapped(self.model, self.reference):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 from launch import metrics as formulas
@@ -19,10 +18,12 @@ from launch.writers import Writers
 
 
 class Journal:
-    def __init__(self, config: Config, run_dir: RunDir, shape: Any, device: Any, group: Any, total_steps: int):
-        """`shape`: ModelShape; `device`: Device; `group`: the host group of all ranks."""
+    def __init__(
+        self, config: Config, run_dir: RunDir, shape: Any, device: Any, group: Any, total_steps: int, phases: Any
+    ):
+        """`shape`: ModelShape; `device`: Device; `group`: the host group of all ranks; `phases`: PhaseMachine."""
         self.config, self.run_dir, self.shape, self.device, self.group = config, run_dir, shape, device, group
-        self.total_steps = total_steps
+        self.total_steps, self.phases = total_steps, phases
         self.writers: Writers | None = None
 
     def open(self, done: int) -> None:
@@ -40,7 +41,7 @@ class Journal:
         """
         config = self.config
         formulas.add_timings(metrics, timings)
-        self._add_memory(metrics)
+        formulas.add_memory(metrics, self.device.memory(), self.phases.ledger)
         result = metrics.reduce(self.group)
         seconds = {name: result[f"timing_s/{name}"] for name in timings}
         result |= self._batch_metrics(batch, partitions, seconds)
@@ -73,13 +74,6 @@ class Journal:
         peak = formulas.peak_flops(self.device.name)
         result["perf/mfu/actor"] = formulas.mfu(flops, seconds.get("update_actor", 0.0), world, peak)
         return result
-
-    def _add_memory(self, metrics: Metrics) -> None:
-        memory = self.device.memory()
-        for name in ("allocated", "reserved"):
-            metrics.add(f"perf/max_memory_{name}_gb", memory[name] / formulas.GIB, op="max")
-        metrics.add("perf/cpu_memory_used_gb", formulas.host_memory_used_gib(), op="max")
-        metrics.add("perf/rank_memory_gb", getrusage(RUSAGE_SELF).ru_maxrss * 1024 / formulas.GIB, op="max")
 
     def write(
         self, step: int, metrics: dict[str, float], batch: Any = None, decode: Callable[[Any], str] | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from resource import RUSAGE_SELF, getrusage
 from typing import Any, Literal
 
 import numpy as np
@@ -139,6 +140,23 @@ def add_timings(metrics: Metrics, timings: Mapping[str, float]) -> None:
         metrics.add(f"timing_s/{name}", seconds)
         metrics.add(f"timing_max_s/{name}", seconds, op="max")
         metrics.add(f"slowest_rank/{name}", seconds, op="argmax")
+
+
+def add_memory(metrics: Metrics, memory: Mapping[str, int], ledger: Mapping[str, Mapping[str, int]]) -> None:
+    """Peaks so far, and what was held after each move of the hand-over; GiB, the largest of the ranks.
+
+    `memory`, and by move `ledger`: bytes as Device.memory tells them. A device is in use by whatever is not free on it,
+    so vLLM's pools and the libraries' buffers count; there are no such keys on cpu, where only the host has memory.
+    """
+    metrics.add("perf/max_memory_allocated_gb", memory["peak_allocated"] / GIB, op="max")
+    metrics.add("perf/max_memory_reserved_gb", memory["peak_reserved"] / GIB, op="max")
+    metrics.add("perf/cpu_memory_used_gb", host_memory_used_gib(), op="max")
+    metrics.add("perf/rank_memory_gb", getrusage(RUSAGE_SELF).ru_maxrss * 1024 / GIB, op="max")
+    for move, after in ledger.items():
+        if after["total"]:
+            metrics.add(f"memory_device_gb/{move}", (after["total"] - after["free"]) / GIB, op="max")
+            metrics.add(f"memory_allocated_gb/{move}", after["allocated"] / GIB, op="max")
+        metrics.add(f"memory_host_gb/{move}", after["host"] / GIB, op="max")
 
 
 def add_agreement(metrics: Metrics, rollout: np.ndarray, train: np.ndarray) -> None:

@@ -71,7 +71,7 @@ class OptimizerConfig:
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, over total_steps."""
     lr_warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
+    """Optimizer steps of linear warm-up from 0; a shorter run ends within it."""
     min_lr: float = 0.0
     """End value of linear and cosine schedules."""
     cpu_offload: bool = False

@@ -25,7 +25,8 @@ from parallel.layout import Layout
 from parallel.megatron_layout import megatron_layout
 from parallel.reshard_plan import Plan, plan
 from parallel.reshard_traffic import CHANNELS, Traffic, traffic
-from rollout.vllm_layout import initial_expert_map, vllm_layout
+from rollout.expert_placement import aligned_expert_maps
+from rollout.vllm_layout import vllm_layout
 
 MODELS = Path(__file__).parent / "models"
 BYTES = ("need", "received", "sent", "local", "nic_received", "nic_sent")
@@ -79,11 +80,9 @@ def layouts(config: Config, shape: ModelShape, world: int) -> tuple[Layout, Layo
     grid = TrainGrid(world, train.tp, train.pp, train.vpp, train.cp, train.ep, train.etp or train.tp, train.order)
     stages = (train.first_stage_layers, train.last_stage_layers)
     engine = RolloutGrid(world, rollout.tp, rollout.dp, rollout.expert_parallel)
-    experts = initial_expert_map(shape, rollout.redundant_experts) if rollout.redundant_experts else None
-    return (
-        megatron_layout(shape, grid, *stages, dtype=train.dtype),
-        vllm_layout(shape, engine, rollout.dtype, expert_map=experts),
-    )
+    training, redundant = megatron_layout(shape, grid, *stages, dtype=train.dtype), rollout.redundant_experts
+    experts = aligned_expert_maps(training, shape, engine, redundant) if redundant else None
+    return training, vllm_layout(shape, engine, rollout.dtype, expert_maps=experts)
 
 
 @dataclass(frozen=True)

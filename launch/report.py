@@ -72,9 +72,9 @@ def flatten(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return flat
 
 
-def samples(directory: Path) -> dict[int, list[dict[str, Any]]]:
-    """Step -> rows, texts cut, of some steps from the first to the last."""
-    files = sorted(directory.glob("step_*.jsonl"))
+def samples(directory: Path, kind: str = "step") -> dict[int, list[dict[str, Any]]]:
+    """Step -> rows, texts cut, of some steps from the first to the last; kind "val": of validation."""
+    files = sorted(directory.glob(f"{kind}_*.jsonl"))
     count = min(SAMPLE_STEPS, len(files))
     chosen = [files[round(i * (len(files) - 1) / max(1, count - 1))] for i in range(count)]
     table = {}
@@ -120,6 +120,7 @@ def read_run(path: Path, name: str) -> dict[str, Any]:
         "columns": table,
         "config": flatten(config),
         "samples": samples(directory / "samples") if is_ours else {},
+        "validation": samples(directory / "samples", "val") if is_ours else {},
     }
 
 

@@ -19,9 +19,7 @@ DEVICE_ONLY = ("gpu_memory_utilization", "cudagraph_capture_sizes")
 
 
 def shrunk(config: Config) -> Config:
-    """The reduced config. Of etp and ep above 1 only etp stays: with pp both need 8 ranks, and gloo cannot exchange
-    their unequal pieces.
-    """
+    """The reduced config. Of etp, ep and pp above 1 ep gives way: all three need 8 ranks."""
     train, rollout = _train(config.train), _rollout(config.rollout)
     layouts = (train.tp * train.cp * train.pp, train.ep * (train.etp or train.tp) * train.pp, rollout.tp * rollout.dp)
     needed = math.lcm(*layouts)
@@ -49,7 +47,10 @@ def _train(train: TrainConfig) -> TrainConfig:
     tp, pp, vpp, cp, ep, etp = (min(getattr(train, axis), LARGEST_DEGREE) for axis in axes)
     ends = bool(train.first_stage_layers), bool(train.last_stage_layers)
     first, last = {(True, True): (4, 2), (True, False): (4, 0), (False, True): (0, 2)}.get(ends, (0, 2 * (vpp > 1)))
-    ep, etp = (1, etp) if etp > 1 else (ep, 1 if ep > 1 else etp)
+    if etp > 1 and pp > 1:
+        ep = 1
+    elif ep > 1 and not etp:
+        etp = 1
     return replace(
         train,
         tp=tp,
@@ -66,10 +67,16 @@ def _train(train: TrainConfig) -> TrainConfig:
 
 
 def _rollout(rollout: RolloutConfig) -> RolloutConfig:
+    tp, dp = min(rollout.tp, LARGEST_DEGREE), min(rollout.dp, LARGEST_DEGREE)
     return replace(
         rollout,
-        tp=min(rollout.tp, LARGEST_DEGREE),
-        dp=min(rollout.dp, LARGEST_DEGREE),
-        redundant_experts=0,  # vLLM refuses expert copies on cpu
+        tp=tp,
+        dp=dp,
+        redundant_experts=_copies(tp * dp) if rollout.redundant_experts else 0,
         vllm={name: value for name, value in rollout.vllm.items() if name not in DEVICE_ONLY},
     )
+
+
+def _copies(ranks: int) -> int:
+    """The fewest expert copies, at least one, with which all slots spread over the engine's ranks."""
+    return -NUM_EXPERTS % ranks or ranks

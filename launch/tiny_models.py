@@ -21,8 +21,8 @@ CHAT_TEMPLATE = (
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "Llama"},
     "llama-tied": {"architecture": "Llama", "tie_word_embeddings": True},
-    "qwen2": {"architecture": "Qwen2"},
-    "qwen2-tied": {"architecture": "Qwen2", "tie_word_embeddings": True},
+    "qwen2": {"architecture": "Qwen2", "hidden_size": 128},  # heads x head_dim, vLLM knows no other
+    "qwen2-tied": {"architecture": "Qwen2", "hidden_size": 128, "tie_word_embeddings": True},
     "qwen3": {"architecture": "Qwen3"},
     "qwen3-tied": {"architecture": "Qwen3", "tie_word_embeddings": True},
     "qwen3-moe": {"architecture": "Qwen3Moe"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +51,25 @@ class Device:
             self.runtime.manual_seed_all(seed)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: allocated and reserved by torch in this process, free and total of the device; zeros on cpu."""
-        if not self.runtime:
-            return dict(allocated=0, reserved=0, free=0, total=0)
-        free, total = self.runtime.mem_get_info(self.index)
-        allocated, reserved = (f(self.index) for f in (self.runtime.memory_allocated, self.runtime.memory_reserved))
-        return dict(allocated=allocated, reserved=reserved, free=free, total=total)
+        """Bytes: allocated and reserved by torch in this process, now and at most so far (peak_*); free and total of
+        the device; all of these zero on cpu. host: resident memory of this process.
+        """
+        bytes_of = dict.fromkeys(("allocated", "reserved", "peak_allocated", "peak_reserved", "free", "total"), 0)
+        if self.runtime:
+            for name in ("allocated", "reserved"):
+                bytes_of[name] = getattr(self.runtime, f"memory_{name}")(self.index)
+                bytes_of[f"peak_{name}"] = getattr(self.runtime, f"max_memory_{name}")(self.index)
+            bytes_of["free"], bytes_of["total"] = self.runtime.mem_get_info(self.index)
+        return bytes_of | {"host": _resident_bytes()}
+
+
+def _resident_bytes() -> int:
+    """Memory of this process that is in RAM; 0 where there is no /proc."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def present() -> list[str]:

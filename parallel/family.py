@@ -89,6 +89,11 @@ def model_shape(config: dict[str, Any], where: str = "config.json") -> ModelShap
     if heads % kv_heads:
         raise ValueError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = read.integer("head_dim", hidden // heads)
+    if family == "qwen2" and head_dim * heads != hidden:
+        raise ValueError(
+            f"{where}: head_dim {head_dim} x num_attention_heads {heads} is not hidden_size {hidden}, which vLLM's "
+            "Qwen2 takes for granted: it would build another model; Qwen3 and Llama may have any head_dim"
+        )
     experts_per_token = read.integer("num_experts_per_tok") if experts else 0
     if experts_per_token > experts:
         raise ValueError(f"{where}: num_experts_per_tok {experts_per_token} exceeds num_experts {experts}")

@@ -136,9 +136,12 @@ def repair(device: Device) -> None:
     if device.kind == "npu":
         importlib.import_module("torch_npu.contrib.transfer_to_npu")
         return
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
+    if not hasattr(mappings._gather_along_first_dim, "replaces"):
+        mappings._gather_along_first_dim = _unequal_gather(mappings._gather_along_first_dim)
+        mappings._reduce_scatter_along_first_dim = _unequal_reduce_scatter(mappings._reduce_scatter_along_first_dim)
     # Bound to CUDA generators by name.
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
@@ -146,6 +149,33 @@ def repair(device: Device) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+
+
+def _unequal_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo gathers equal sizes only; experts that are split and spread (ep and etp above 1) have unequal ones."""
+
+    def gather(tensor: Any, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return original(tensor, group, sizes, use_global_buffer)
+        padded = tensor.new_zeros((max(max(sizes), 1), *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    gather.replaces = original  # type: ignore[attr-defined]
+    return gather
+
+
+def _unequal_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_scatter(tensor: Any, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return original(tensor, group, sizes, use_global_buffer)
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(list(sizes))[group.rank()].clone()
+
+    return reduce_scatter
 
 
 def _replace_slow_parts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ from parallel.megatron_options import (
     transformer_fields,
 )
 from parallel.megatron_spec import HiddenModel, block_spec, mark_parameters, store_name, te_block_spec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -236,19 +239,19 @@ def _use_fused_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def _scheduler(optimizer: MegatronOptimizer, config: Config, total_steps: int) -> OptimizerParamScheduler:
+    """A run of fewer steps than the warm-up, such as total_steps=2 to try a job, sees the beginning of the warm-up."""
     options = config.train.optimizer
-    if options.lr_warmup_steps >= max(total_steps, 1):
-        raise ValueError(
-            f"train.optimizer.lr_warmup_steps = {options.lr_warmup_steps} must be below the {total_steps} optimizer "
-            "steps of the run"
-        )
+    warmup = options.lr_warmup_steps
+    if warmup >= max(total_steps, 1):
+        text = "the run ends within its warm-up: %d optimizer steps, train.optimizer.lr_warmup_steps = %d"
+        logger.info(text, total_steps, warmup)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.train.lr,
         min_lr=options.min_lr if options.lr_schedule != "constant" else 0.0,
-        lr_warmup_steps=options.lr_warmup_steps,
-        lr_decay_steps=max(total_steps, 1),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(total_steps, warmup + 1),
         lr_decay_style=options.lr_schedule,
         start_wd=options.weight_decay,
         end_wd=options.weight_decay,

@@ -116,11 +116,6 @@ def check(config: Config, shape: ModelShape, grid: TrainGrid, device: Device) ->
     if train.spec == "te" and (device.kind != "cuda" or not importlib.util.find_spec("transformer_engine")):
         why = "is not installed" if device.kind == "cuda" else f"does not run on {device.kind}"
         raise ValueError(f"train.spec = te, but transformer_engine {why}; use train.spec = torch")
-    if grid.etp > 1 and grid.ep > 1 and device.kind == "cpu":
-        raise ValueError(
-            f"train.etp = {grid.etp} and train.ep = {grid.ep} together gather unequal sizes, which gloo cannot; "
-            "set train.etp = 1 on cpu"
-        )
     divisions = [
         ("attention heads", shape.heads, "train.tp", grid.tp),
         ("intermediate size", shape.ffn, "train.tp", grid.tp),

@@ -84,7 +84,9 @@ def _fused_swiglu(both: Tensor, probs: Tensor) -> Tensor:
 
 
 def _parameter(config: TransformerConfig, *sizes: int) -> nn.Parameter:
-    device = "cpu" if config.use_cpu_initialization else "cuda"  # the current one; adaptors map the name
+    device = (
+        None if config.use_cpu_initialization else "cuda"
+    )  # torch's default; the current one, adaptors map the name
     return nn.Parameter(torch.ones(*sizes, dtype=config.params_dtype, device=device))
 
 

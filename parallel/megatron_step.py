@@ -22,6 +22,7 @@ from torch import Tensor
 
 from parallel.log_prob import log_probs
 from parallel.megatron_cpu import on_device
+from parallel.megatron_experts import RouterWatch
 from parallel.megatron_model import TrainModel
 from parallel.micro_batches import MicroBatch, Values, build_micro_batches
 from parallel.replay import feed
@@ -80,7 +81,8 @@ def update(
     """One optimizer step; skipped when a gradient is not finite.
 
     Returns the loss function's stats, (sum, weight) over micro-batches, data- and context-parallel ranks, and
-    loss, grad_norm (before clipping), lr, skipped (0 or 1). The same on all ranks.
+    loss, grad_norm (before clipping), lr, skipped (0 or 1), and of MoE models those of RouterWatch. The same on all
+    ranks.
     """
     for chunk in model.chunks:
         chunk.train()
@@ -94,8 +96,10 @@ def update(
     with on_device(model.device):
         model.optimizer.zero_grad()
         _scale_auxiliary_losses(model, batches)
-        results = _run(model, batches, head, forward_only=False)
-        stats = _reduce_stats(model, results)
+        watch = RouterWatch(model)
+        with watch.during():
+            results = _run(model, batches, head, forward_only=False)
+        stats = _reduce_stats(model, results) | watch.stats(len(batches))
         lr = model.learning_rate()
         grad_norm, skipped = _step(model)
     stats["loss"] = (stats["loss"][0], 1.0)
@@ -171,7 +175,8 @@ def _scale_auxiliary_losses(model: TrainModel, batches: Sequence[MicroBatch]) ->
     """Makes load-balancing and z losses of the mini-batch the token-weighted mean of those of its micro-batches.
 
     Megatron multiplies a micro-batch's loss by its tokens on this rank, 1 / (tp * cp) of them, and expects a division
-    by all tokens of the mini-batch at the end. Ours never comes, so the coefficients are divided beforehand.
+    by all tokens of the mini-batch at the end. Ours never comes, so the coefficients are divided beforehand. The shares
+    that data-parallel ranks have of the global loss make it up, but would be averaged: they are multiplied by dp.
     """
     tconfig = model.tconfig
     if not model.shape.is_moe or not (model.aux_loss_coeff or model.z_loss_coeff):
@@ -179,7 +184,13 @@ def _scale_auxiliary_losses(model: TrainModel, batches: Sequence[MicroBatch]) ->
     tokens = torch.tensor([sum(batch.tokens.numel() for batch in batches)], device=model.device.torch)
     dist.all_reduce(tokens, group=model.dp_cp_group)
     total, coeff = int(tokens) / (model.grid.tp * model.grid.cp), model.aux_loss_coeff
-    tconfig.moe_aux_loss_coeff = [c / total for c in coeff] if isinstance(coeff, list) else coeff / total
+
+    def scaled(kind: str, coefficient: float) -> float:
+        return coefficient * (model.grid.dp if kind == "global_aux_loss" else 1) / total
+
+    kind = tconfig.moe_router_load_balancing_type
+    several = isinstance(kind, list)
+    tconfig.moe_aux_loss_coeff = list(map(scaled, kind, coeff)) if several else scaled(kind, coeff)
     tconfig.moe_z_loss_coeff = None if model.z_loss_coeff is None else model.z_loss_coeff / total
 
 

@@ -33,8 +33,8 @@ class PhaseMachine:
     timer: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
     """Context manager around each move, for times, deadlines and stack dumps."""
     state: str = "training"
-    ledger: list[tuple[str, dict[str, int]]] = field(default_factory=list)
-    """(move, memory after it) of the last cycle."""
+    ledger: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Move -> memory after it, the last time that it was done."""
 
     def __post_init__(self) -> None:
         missing = {move for move, _ in CYCLE.values()} - set(self.moves)
@@ -48,9 +48,7 @@ class PhaseMachine:
         with self.timer(move):
             self.moves[move]()
         self.state = following
-        if move == "wake_weights":
-            self.ledger.clear()
-        self.ledger.append((move, self.memory()))
+        self.ledger[move] = self.memory()
 
     def require(self, state: str) -> None:
         """RuntimeError unless the machine is in `state`."""

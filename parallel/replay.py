@@ -7,8 +7,8 @@ Only the choice is replayed: weights are the live logits' softmax over the chose
 Rows without a recorded choice (a sequence's last token, padding) route natively. Megatron 0.16.1's own RouterReplay is
 not used: with pipeline stages and recomputation its gradients are silently wrong, and it mixes models.
 
-    whole sequences [P + R - 1, layers, k]  ->  packed micro-batch  ->  this rank's zigzag of each sequence (CP)
-      ->  this rank's run of the tokens (SP)  ->  the layers of this rank's chunks (PP, VPP)  ->  one queue per router
+    whole sequences [P + R - 1, layers of this rank's chunks (PP, VPP), k]  ->  packed micro-batch
+      ->  this rank's zigzag of each sequence (CP)  ->  this rank's run of the tokens (SP)  ->  one queue per router
 
 Left out: the load-balancing loss, which Megatron computes from the native choice.
 """
@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from parallel.grid import stage_layers
 from parallel.micro_batches import MicroBatch
 
 NATIVE = -1
@@ -117,24 +118,32 @@ def feed(chunk: Any, routes: Tensor) -> None:
 
 
 def local_routes(
-    routes: Mapping[int, np.ndarray], batch: MicroBatch, layers: Sequence[int], topk: int, tp_rank: int, tp: int
+    routes: Mapping[int, np.ndarray], batch: MicroBatch, columns: Sequence[int], topk: int, tp_rank: int, tp: int
 ) -> Tensor:
-    """Routes of whole sequences [tokens - 1, all layers, k] -> int16 [T / tp, layers, k] of this rank, on the host.
+    """Routes of whole sequences [tokens - 1, layers, k] -> int16 [T / tp, columns, k] of this rank, on the host.
 
-    `routes`: by sequence number, every one that the micro-batch holds. ValueError when one is missing or has another
-    length, layer count or k.
+    `routes`: by sequence number, every one that the micro-batch holds; `columns` of their layers are taken. ValueError
+    when one is missing or has another length, layer count or k.
     """
-    whole = np.full((int(batch.cu_seqlens[-1]), len(layers), topk), NATIVE, np.int16)
+    whole = np.full((int(batch.cu_seqlens[-1]), len(columns), topk), NATIVE, np.int16)
     for start, index, (_, stop) in zip(batch.cu_seqlens.tolist(), batch.indices, batch.spans, strict=False):
         if index not in routes:
             raise ValueError(f"sequence {index} has no recorded routes")
         rows, expected = routes[index], stop - start
-        if rows.shape[0] != expected or rows.shape[2] != topk or rows.shape[1] <= max(layers):
+        if rows.shape[0] != expected or rows.shape[2] != topk or rows.shape[1] <= max(columns):
             raise ValueError(
-                f"sequence {index}: routes {rows.shape} for {expected} tokens, layer {max(layers)}, k {topk}"
+                f"sequence {index}: routes {rows.shape} for {expected} tokens, layer {max(columns)}, k {topk}"
             )
-        whole[start:stop] = rows[:, list(layers)]
+        whole[start:stop] = rows[:, list(columns)]
     return torch.from_numpy(whole[batch.rows.numpy()]).chunk(tp)[tp_rank].contiguous()
+
+
+def layers_of_ranks(model: Any) -> list[list[int]]:
+    """Global layers of every rank of the world, in the order of its chunks."""
+    train, grid = model.config.train, model.grid
+    ends = train.first_stage_layers, train.last_stage_layers
+    stages = stage_layers(model.shape.num_layers, grid.pp, grid.vpp, *ends)
+    return [[layer for chunk in stages[grid.coord(rank).pp] for layer in chunk] for rank in range(grid.world)]
 
 
 class RoutingReplay:
@@ -148,10 +157,13 @@ class RoutingReplay:
         self.mode, self.model, self.coord = mode, model, coord
         found = [pair for chunk in model.chunks for pair in queues(chunk.module)] if mode != "none" else []
         self.layers, self.queues = [layer for layer, _ in found], [queue for _, queue in found]
+        held = [layer.layer_number - 1 for chunk in model.chunks for layer in chunk.module.decoder.layers]
+        self.columns = [held.index(layer) for layer in self.layers]
+        """Where `sequences` hold these layers."""
         for column, queue in enumerate(self.queues):
             queue.column = column
         self.sequences: Mapping[int, np.ndarray] = {}
-        """R3: sequence number -> [tokens - 1, all layers, k]."""
+        """R3: sequence number -> [tokens - 1, all layers of this rank, k]."""
         self.recorded: dict[tuple[int, ...], Tensor] = {}
         """R2: sequences of a micro-batch -> its routes on this rank."""
         self.consumed = 0
@@ -182,7 +194,7 @@ class RoutingReplay:
             if not batch.indices:
                 continue
             if self.mode == "R3":
-                batch.routes = local_routes(self.sequences, batch, self.layers, topk, self.coord.tp, tp)
+                batch.routes = local_routes(self.sequences, batch, self.columns, topk, self.coord.tp, tp)
             else:
                 batch.routes = self.recorded[tuple(batch.indices)]
 

@@ -172,38 +172,40 @@ def _all_gather_bytes(data: np.ndarray, group: dist.ProcessGroup | None) -> list
 def fetch_routes(
     batch: Sequence[Sample],
     wanted: Sequence[Sequence[int]],
-    row_shape: tuple[int, int],
+    layers: Sequence[Sequence[int]],
+    topk: int,
     dtype: np.dtype | type,
     group: dist.ProcessGroup | None = None,
 ) -> dict[int, np.ndarray]:
-    """Routes of the samples that this rank trains on: index in `batch` -> array [P + R - 1, *row_shape]. Collective.
+    """Routes of the samples that this rank trains on, in its layers: index in `batch` -> [P + R - 1, layers, topk].
 
-    `batch` is a gathered batch and `wanted[rank]` the indices each rank needs, alike on every rank of the group, whose
-    ranks are those of the world: both sides know every size, so one uneven all-to-all moves the bytes.
+    `batch` is a gathered batch; `wanted[rank]` and `layers[rank]` are the indices and layers each rank needs, alike on
+    every rank of the group, whose ranks are those of the world: both sides know every size, so one uneven all-to-all
+    moves the bytes. Collective.
     """
-    rank, item = dist.get_rank(), int(np.prod(row_shape)) * np.dtype(dtype).itemsize
-    ranks = range(dist.get_world_size(group))
-    num_bytes = [(len(s.prompt) + len(s.response) - 1) * item for s in batch]
+    rank, item = dist.get_rank(), topk * np.dtype(dtype).itemsize
+    ranks, num_rows = range(dist.get_world_size(group)), [len(s.prompt) + len(s.response) - 1 for s in batch]
     outgoing = [[i for i in wanted[to] if batch[i].owner == rank] for to in ranks]
     incoming = [[i for i in wanted[rank] if batch[i].owner == origin] for origin in ranks]
-    data = b"".join(_route_bytes(batch[i], num_bytes[i], dtype) for part in outgoing for i in part)
+    data = b"".join(_route_bytes(batch[i], num_rows[i], layers[to], topk, dtype) for to in ranks for i in outgoing[to])
     send = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    receive = torch.empty(sum(num_bytes[i] for part in incoming for i in part), dtype=torch.uint8)
-    receive_sizes = [sum(num_bytes[i] for i in part) for part in incoming]
-    send_sizes = [sum(num_bytes[i] for i in part) for part in outgoing]
+    receive_sizes = [sum(num_rows[i] for i in part) * len(layers[rank]) * item for part in incoming]
+    send_sizes = [sum(num_rows[i] for i in outgoing[to]) * len(layers[to]) * item for to in ranks]
+    receive = torch.empty(sum(receive_sizes), dtype=torch.uint8)
     dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=group)
     order = [i for part in incoming for i in part]
-    pieces = np.split(receive.numpy(), np.cumsum([num_bytes[i] for i in order])[:-1]) if order else []
-    return {i: piece.view(dtype).reshape(-1, *row_shape) for i, piece in zip(order, pieces, strict=True)}
+    rows = receive.numpy().view(dtype).reshape(-1, len(layers[rank]), topk)
+    pieces = np.split(rows, np.cumsum([num_rows[i] for i in order])[:-1]) if order else []
+    return dict(zip(order, pieces, strict=True))
 
 
-def _route_bytes(sample: Sample, num_bytes: int, dtype: np.dtype | type) -> bytes:
+def _route_bytes(sample: Sample, num_rows: int, layers: Sequence[int], topk: int, dtype: np.dtype | type) -> bytes:
     if sample.routes is None:
         raise ValueError(f"prompt {sample.prompt_id} sample {sample.sample_id}: its owner holds no routed experts")
-    data = np.ascontiguousarray(sample.routes, dtype=dtype).tobytes()
-    if len(data) != num_bytes:
+    rows, _, k = sample.routes.shape
+    if (rows, k) != (num_rows, topk) or sample.routes.shape[1] <= max(layers):
         raise ValueError(
-            f"prompt {sample.prompt_id} sample {sample.sample_id}: routes {sample.routes.shape} are {len(data)} bytes, "
-            f"{len(sample.prompt)} + {len(sample.response)} tokens need {num_bytes}"
+            f"prompt {sample.prompt_id} sample {sample.sample_id}: routes {sample.routes.shape}, but "
+            f"{len(sample.prompt)} + {len(sample.response)} tokens need {num_rows} rows, layer {max(layers)}, k {topk}"
         )
-    return data
+    return np.ascontiguousarray(sample.routes[:, list(layers)], dtype=dtype).tobytes()

@@ -24,9 +24,11 @@ import torch.distributed as dist
 from launch.config import Config, check_passthrough
 from parallel.family import ModelShape
 from parallel.grid import RolloutGrid
+from parallel.layout import Layout
 from rollout import routes, vllm_cpu, vllm_packed, vllm_params
 from rollout.batch import Request, Sample
 from rollout.engine_options import OWNED, engine_arguments, environment, model_stop_ids
+from rollout.expert_placement import aligned_expert_maps
 from rollout.schedule import Dealt, Progress, Queue, hand_out, longest_first
 from rollout.vllm_layout import vllm_layout
 
@@ -90,6 +92,14 @@ class Engine:
         """Where every replica has its experts now (a collective); None without redundant ones."""
         redundant = self.config.rollout.redundant_experts
         return routes.replica_maps(self._runner, self.grid.replica_size) if redundant else None
+
+    def place_experts(self, shape: ModelShape, training: Layout) -> None:
+        """Redundant experts start on the ranks that train them. Before the first sync: weights do not move along."""
+        if redundant := self.config.rollout.redundant_experts:
+            maps = aligned_expert_maps(training, shape, self.grid, redundant)
+            routes.place_experts(self._runner, maps[self.coord.replica])
+            self._expert_maps = self._live_maps()
+            self.layout = self._layout_rule(expert_maps=self._expert_maps)
 
     # The loop: see rollout/schedule.py
 

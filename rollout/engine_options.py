@@ -65,6 +65,8 @@ def engine_arguments(config: Config, shape: ModelShape, grid: RolloutGrid, kind:
     )
     if rollout.redundant_experts:  # asynchronous rearrangement would race with our writes
         experts = dict(num_redundant_experts=rollout.redundant_experts, use_async=False)
+        if kind == "cpu":
+            experts |= dict(communicator="torch_gloo")
         ours |= dict(enable_eplb=True, eplb_config=experts | rollout.vllm.get("eplb_config", {}))
     if rollout.routing_replay == "R3":
         ours |= _routes_arguments(rollout.vllm, kind)

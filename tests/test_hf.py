@@ -146,6 +146,16 @@ def test_a_broken_directory_is_one_short_error(tmp_path, what):
     assert str(tmp_path) in str(error.value) and len(str(error.value).splitlines()) <= 5
 
 
+def test_a_qwen2_with_heads_of_another_width_is_refused():
+    config = {**CONFIGS["qwen2"], "head_dim": 16}
+    with pytest.raises(
+        ValueError, match="head_dim 16 x num_attention_heads 4 is not hidden_size 32, which vLLM's Qwen2"
+    ):
+        model_shape(config)
+    assert model_shape({**config, "head_dim": 8}).head_dim == 8 == model_shape(CONFIGS["qwen2"]).head_dim
+    assert model_shape({**CONFIGS["llama"], "head_dim": 16}).head_dim == 16
+
+
 def test_fused_experts_are_refused(tmp_path):
     tensors = write_model(tmp_path, CONFIGS["qwen3_moe"])
     tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.ones(4, 48, 32)

@@ -31,7 +31,13 @@ MOE: dict[int, list[Layout]] = {
     1: DENSE[1],
     2: DENSE[2] + [{"ep": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "etp": 2}, {"cp": 2, "ep": 2}],
     4: DENSE[4]
-    + [{"tp": 2, "ep": 2}, {"tp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "etp": 2}]
+    + [
+        {"tp": 2, "ep": 2},
+        {"tp": 2, "ep": 4},
+        {"tp": 2, "pp": 2, "ep": 2},
+        {"tp": 2, "etp": 2},
+        {"tp": 2, "ep": 2, "etp": 2},
+    ]
     + [{"tp": 2, "cp": 2, "ep": 4}, {"pp": 2, "vpp": 2, "ep": 2}, {"ep": 4}],
     8: DENSE[8]
     + [{"tp": 2, "pp": 2, "ep": 4}, {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "recompute": "full"}, {"ep": 8}]

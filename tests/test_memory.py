@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launch.config import load
@@ -53,11 +55,35 @@ def test_parameters_and_groups_are_those_of_megatron_and_vllm(rank, world, argum
     found = fake_world(rank, world, *arguments)
     config, shape, train, rollout = prepared(world, *arguments)
     layout, _ = layouts(config, shape, world)
-    assert memory.train_parameters(layout, shape, train, rank) == found["parameters"]
+    sizes = {name: math.prod(dims) for name, (dims, _) in found["parameters"].items()}
+    assert memory.train_parameters(layout, shape, train, rank) == sizes
+    told = memory.train_memory(config, shape, layout, rank, 1)
+    assert told.params == sum(sizes[name] * item for name, (_, item) in found["parameters"].items())
+    every_row_is_filled(layout, rank, {name: dims for name, (dims, _) in found["parameters"].items()})
     groups = process_groups(config, shape, world)
     assert groups["Megatron"][0] == found["megatron"][0]
     assert 0 <= groups["Megatron"][1] - found["megatron"][1] <= 2  # embedding groups hold the ends of a pipeline
     assert list(groups["vLLM"]) == found["vllm"]
+
+
+def every_row_is_filled(layout, rank, shapes):
+    """Pieces fill parameters of Megatron's shapes to the last row, each element once; only vocabularies are padded."""
+    filled = {name: np.zeros(math.prod(dims[:-1]), np.int64) for name, dims in shapes.items()}
+    for piece in layout.pieces(rank):
+        (first, stop), *sides = piece.box
+        units, rows, cols = (end - start for start, end in sides)
+        at = piece.offset + piece.strides[0] * np.arange(units)[:, None] + piece.strides[1] * np.arange(rows)
+        assert piece.strides[2] == 1 or cols == 1
+        for name in {piece.store_name(layer) for layer in range(first, stop)}:
+            width = shapes[name][-1]
+            assert (at % width + cols <= width).all(), f"{piece} leaves a row of {shapes[name]}"
+            np.add.at(filled[name], at.ravel() // width, cols)
+    for name, counts in filled.items():
+        width = shapes[name][-1]
+        if "embedding" in name or "output_layer" in name:
+            assert set(counts.tolist()) <= {0, width}
+        else:
+            assert (counts == width).all(), name
 
 
 def one(config, shape, device, overhead, rank):

@@ -15,6 +15,7 @@ import pytest
 
 from launch import metrics as m
 from launch import writers as w
+from parallel.device import Device
 from tests.ranks import run_ranks
 
 
@@ -216,6 +217,30 @@ def test_peak_by_device_name(name, peak):
 
 def test_host_memory():
     assert 0.01 < m.host_memory_used_gib() < 1e5
+
+
+def test_memory_of_the_device_and_of_every_move():
+    now = dict(allocated=1, reserved=2, peak_allocated=3 << 30, peak_reserved=4 << 30, free=5, total=6, host=7)
+    after = now | dict(allocated=8 << 30, free=10 << 30, total=80 << 30, host=2 << 30)
+    metrics = m.Metrics()
+    m.add_memory(metrics, now, {"wake_cache": after, "sleep": after | dict(free=75 << 30, allocated=0)})
+    result = metrics.reduce()
+    assert result["perf/max_memory_allocated_gb"] == 3 and result["perf/max_memory_reserved_gb"] == 4
+    assert result["memory_device_gb/wake_cache"] == 70 and result["memory_allocated_gb/wake_cache"] == 8
+    assert result["memory_device_gb/sleep"] == 5 and result["memory_host_gb/sleep"] == 2
+    assert all(metrics.table[key].op == "max" for key in result)
+
+
+def test_a_cpu_has_host_memory_only():
+    memory = Device("cpu").memory()
+    block = np.ones(64 << 20, np.uint8)
+    grown = Device("cpu").memory()["host"] - memory["host"]
+    assert 0.9 * len(block) < grown < 3 * len(block) and not any(memory[name] for name in memory if name != "host")
+    metrics = m.Metrics()
+    m.add_memory(metrics, memory, {"sleep": memory})
+    result = metrics.reduce()
+    assert {key for key in result if key.startswith("memory_")} == {"memory_host_gb/sleep"}
+    assert result["memory_host_gb/sleep"] <= result["perf/rank_memory_gb"] * 1.01 and result["perf/rank_memory_gb"] > 0
 
 
 # --- algebra

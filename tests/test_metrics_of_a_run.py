@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.report import parse_verl
+from parallel.phases import CYCLE
 from tests.jobs import Job, prepare, run_job
 
 REFERENCE = Path(__file__).parent / "scripts" / "verl_step.log"
@@ -118,6 +119,9 @@ def test_metrics_of_time_and_optimiser(job):
         assert row["actor/lr"] == 1e-3 and row["actor/kl_coef"] == 0.001 and row["training/epoch"] == 0
         assert row["training/global_step"] == number and row["actor/grad_norm"] > 0 and row["actor/entropy"] > 0
         assert row["actor/ppo_kl"] == row["actor/pg_clipfrac"] == row["actor/pg_clipfrac_lower"] == 0
+        assert row["perf/mfu/actor"] == row["perf/max_memory_allocated_gb"] == row["perf/max_memory_reserved_gb"] == 0
+        held = [row[f"memory_host_gb/{move}"] for move, _ in CYCLE.values()]
+        assert 0.1 < min(held) and max(held) <= 1.01 * row["perf/rank_memory_gb"] < row["perf/cpu_memory_used_gb"]
         assert 0 <= row["training/rollout_probs_diff_mean"] <= row["training/rollout_probs_diff_max"] < 1e-4
     assert job.metrics[0]["actor/kl_loss"] == 0 < job.metrics[1]["actor/kl_loss"]
 

@@ -13,10 +13,10 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 
 from launch.tiny_models import write_model
 from parallel.hf import read_index
+from parallel.megatron_experts import load_metrics
 from parallel.micro_batches import build_micro_batches
 from parallel.replay import NATIVE, RouteQueue, local_routes
 from rollout import routes
-from rollout.routes import load_metrics
 from tests.test_replay import Chunk
 from tests.test_routes import capture_of, run
 
@@ -105,8 +105,13 @@ def test_a_router_bias_is_refused_instead_of_forgotten(tmp_path):
     assert "e_score" not in json.dumps(json.loads((path / "config.json").read_text()))
 
 
+def test_load_of_skewed_routes():
+    load = torch.tensor([[1] * 8, [4, 1, 1, 1, 1, 0, 0, 0]])
+    assert load_metrics(load) == {"experts/load_max_over_mean": 2.5, "experts/load_max_over_mean_worst": 4}
+
+
 def test_load_of_no_tokens_is_finite():
-    assert load_metrics(np.zeros((2, 4), np.int64)) == {
+    assert load_metrics(torch.zeros(2, 4, dtype=torch.int64)) == {
         "experts/load_max_over_mean": 0.0,
         "experts/load_max_over_mean_worst": 0.0,
     }

@@ -18,7 +18,9 @@ def test_one_cycle_runs_every_move_in_order_and_records_memory():
     phases.to_training()
     phases.require("training")
     assert log == ["wake_weights", "reshard", "free_training", "wake_cache", "sleep", "restore_training"]
-    assert phases.ledger == [(move, {"allocated": i}) for i, move in enumerate(log, 1)]
+    assert phases.ledger == {move: {"allocated": i} for i, move in enumerate(log, 1)}
+    phases.do("wake_weights")
+    assert list(phases.ledger) == log[:6] and phases.ledger["wake_weights"] == {"allocated": 7}
 
 
 @pytest.mark.parametrize("state", CYCLE)

@@ -9,7 +9,7 @@ import pytest
 from launch.checks import check, check_model
 from launch.config import load, to_toml
 from launch.plan import read_shape
-from launch.shrink import LARGEST_DEGREE, MOST_RANKS
+from launch.shrink import LARGEST_DEGREE, MOST_RANKS, is_moe
 from parallel.family import model_shape, read_config
 from parallel.grid import stage_layers
 from tests.jobs import ROOT, prepare, run_job
@@ -85,6 +85,7 @@ def test_shrink_keeps_what_it_can(job, tiny):
     experts = small.train.ep * (small.train.etp or 1)
     assert experts == min(recipe.train.ep * (recipe.train.etp or 1), LARGEST_DEGREE)
     assert (small.rollout.tp, small.rollout.dp) == (min(recipe.rollout.tp, 2), min(recipe.rollout.dp, 2))
+    assert bool(small.rollout.redundant_experts) == bool(recipe.rollout.redundant_experts)
     assert bool(small.train.first_stage_layers) == bool(recipe.train.first_stage_layers)
     tail = small.algorithm.overlong_buffer_tokens
     assert bool(tail) == bool(recipe.algorithm.overlong_buffer_tokens)
@@ -109,3 +110,5 @@ def test_two_steps_on_cpu(job, tiny, tmp_path):
     first = run.metrics[0]
     assert first["actor/ppo_kl"] == 0 and first["actor/pg_clipfrac"] == 0
     assert first.get("actor/kl_loss", 0) == 0
+    assert ("experts/load_max_over_mean" in first) == is_moe(load(arguments))
+    assert 1 <= first.get("experts/load_max_over_mean", 1) <= first.get("experts/load_max_over_mean_worst", 1) <= 8

@@ -16,7 +16,7 @@ from parallel.device import Device
 from parallel.family import model_shape, read_config
 from parallel.grid import TrainGrid, stage_layers
 from parallel.micro_batches import build_micro_batches
-from parallel.replay import NATIVE, RouteQueue, RoutingReplay, local_routes
+from parallel.replay import NATIVE, RouteQueue, RoutingReplay, layers_of_ranks, local_routes
 from tests import megatron_cases as cases
 from tests.ranks import run_ranks
 
@@ -94,7 +94,8 @@ def replayed(directory, layout, shift="", mode="R3", **train):
     if shift:
         routes = {i: np.roll(rows, 1, axis="token layer".split().index(shift)) for i, rows in routes.items()}
     replay = RoutingReplay("R3", model, coord)
-    replay.sequences = routes
+    assert layers_of_ranks(model)[dist.get_rank()] == replay.layers
+    replay.sequences = {i: rows[:, replay.layers] for i, rows in routes.items()}
     batches = cases.make_micro_batches(model, case, 128)
     replay.attach(batches)
     with replay.recording(batches):

@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from launch.report import columns, flatten, main, names, page, parse_verl, samples
+from parallel.phases import CYCLE
 
 VERL_LINE = (Path(__file__).parent / "scripts" / "verl_step.log").read_text().strip()
+
+
+MOVES = [move for move, _ in CYCLE.values()]
 
 
 def write_run(path: Path, steps: int, text: str = "an answer", **options: object) -> Path:
@@ -28,10 +32,13 @@ def write_run(path: Path, steps: int, text: str = "an answer", **options: object
                 "perf/throughput": 8.0,
             }
             row |= {"timing_s/update_actor": 0.5, "timing_s/generate_sequences": 0.9, "actor/kl_loss": None}
+            row |= {f"memory_{what}_gb/{move}": 8.5 + step / steps for what in ("device", "host") for move in MOVES}
+            row |= {"experts/load_max_over_mean": 1.5, "moe/z_loss": 2.5}
             file.write(json.dumps({"training/global_step": step} | row) + "\n")
     row = {"prompt": text, "response": text, "score": 1.0, "advantage": 0.5}
     for step in range(1, steps + 1, max(1, steps // 30)):
         (path / "samples" / f"step_{step:06d}.jsonl").write_text((json.dumps(row) + "\n") * 20)
+    (path / "samples" / "val_000001.jsonl").write_text(json.dumps({**row, "response": "while validating"}) + "\n")
     lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
     (path / "config.toml").write_text("seed = 1\n[train]\n" + "\n".join(lines) + "\n")
     return path
@@ -95,6 +102,7 @@ def test_page_is_self_contained_and_texts_cannot_leave_their_place(tmp_path):
     assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
     runs = data_of(html)
     assert runs[0]["samples"]["1"][0]["response"] == hostile
+    assert runs[0]["validation"]["1"][0]["response"] == "while validating"
     assert [run["config"]["train.lr"] for run in runs] == [1.0, 2.0] and len(runs[1]["steps"]) == 4
 
 
@@ -112,18 +120,33 @@ def test_command_line(tmp_path, capsys):
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 
 
-@pytest.mark.full
-def test_a_browser_draws_1000_steps_of_two_runs_within_2_s_and_says_nothing(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme, background", [("light", (247, 247, 245)), ("dark", (19, 20, 23))])
+def test_a_browser_draws_1000_steps_of_two_runs_within_2_s_and_says_nothing(tmp_path, scheme, background):
     if BROWSER is None:
         pytest.skip("needs chromium")
-    html = tmp_path / "report.html"
+    image = pytest.importorskip("PIL.Image")
+    html, picture = tmp_path / "report.html", tmp_path / "page.png"
     html.write_text(page([write_run(tmp_path / name, 1000) for name in ("a", "b")]))
-    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run(
-        [*command, f"--user-data-dir={tmp_path}/profile", f"file://{html}"], capture_output=True, text=True, timeout=120
-    )
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command.append(f"--user-data-dir={tmp_path}/profile")
+    command.append(f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
+
+    def browse(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *options, f"file://{html}"], capture_output=True, text=True, timeout=120)
+
+    done = browse("--dump-dom")
     ready = re.search(r'data-ready="(\d+)"', done.stdout)
     assert ready, done.stderr[-2000:]
     print(f"ready after {ready[1]} ms")
     assert int(ready[1]) < 2000 and "CONSOLE" not in done.stderr
     assert done.stdout.count("<svg") >= 6 and "NaN" not in done.stdout
+    headings = re.findall(r"<h2>(.*?)</h2>", done.stdout)
+    wanted = ["Speed", "Learning", "Where the time goes", "Memory by phase", "Experts", "Samples"]
+    assert [h for h in headings if h in wanted] == wanted
+    table = done.stdout.split("<h2>Memory by phase</h2>")[1].split("<h2>")[0]
+    assert re.findall(r"<code>(\w+)</code>", table) == MOVES and table.count("9.5") == 2 * 2 * len(MOVES)
+    assert "validation, step 1</option>" in done.stdout
+    assert "CONSOLE" not in browse(f"--screenshot={picture}", "--window-size=1300,2600").stderr
+    pixels = image.open(picture).convert("RGB")
+    assert pixels.getpixel((2, 2500)) == background

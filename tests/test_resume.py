@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.jobs import ROOT, Job, prepare, run_job
 
 QUICKSTART = "launch/recipes/quickstart.toml"
-TIMES = ("timing", "perf/", "slowest_rank", "val-")
+TIMES = ("timing", "perf/", "memory_", "slowest_rank", "val-")
 
 
 @pytest.fixture(scope="session")

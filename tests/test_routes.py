@@ -9,10 +9,8 @@ import torch
 
 from rollout.routes import (
     RouteCapture,
-    expert_load,
     expert_map,
     layer_of,
-    load_metrics,
     restore_maps,
     routes_dtype,
     save_maps,
@@ -89,16 +87,6 @@ def test_missing_positions_are_an_error():
 def test_names_and_types():
     assert layer_of("model.layers.12.mlp.experts") == 12
     assert routes_dtype(256) is np.uint8 and routes_dtype(257) is np.uint16
-
-
-def test_load_of_skewed_routes():
-    even = np.arange(8).reshape(4, 1, 2)
-    skewed = np.array([[[0, 1]], [[0, 2]], [[0, 3]], [[0, 4]]])
-    load = expert_load([np.concatenate([even, skewed], 1).astype(np.uint8)], 2, 8)
-    assert load[0].tolist() == [1] * 8 and load[1].tolist() == [4, 1, 1, 1, 1, 0, 0, 0]
-    found = load_metrics(load)
-    assert found["experts/load_max_over_mean"] == 2.5 and found["experts/load_max_over_mean_worst"] == 4
-    assert expert_load([], 2, 8).sum() == 0
 
 
 @dataclass

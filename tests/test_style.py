@@ -22,6 +22,7 @@ PURE = [
     *STANDARD_LIBRARY_ONLY,
     *(f"parallel/{name}.py" for name in ("family", "grid", "layout", "megatron_layout", "reshard_plan", "packing")),
     *("parallel/memory.py", "parallel/reshard_cuts.py", "parallel/reshard_traffic.py", "rollout/vllm_layout.py"),
+    "rollout/expert_placement.py",
     *(f"launch/{name}.py" for name in ("plan", "plan_job", "plan_search", "estimate", "hardware", "migrate")),
     *(f"launch/{name}.py" for name in ("migrate_verl", "migrate_slime", "migration", "shell_script")),
 ]
