@@ -33,6 +33,8 @@ class Prompt:
     extra: dict[str, Any]
     row: int
     """Index into the prompts that were kept, over all files in order."""
+    expected_tokens: float = 0.0
+    """Guess of the response length (rollout/lengths.py), for the hand-out order only."""
 
 
 class PromptSet:
