@@ -1,4 +1,4 @@
-"""The first-step self-check: bounds by hand, and real jobs with one fault each (tests/scripts/faulty_trainer.py)."""
+"""The first-step self-check: bounds by hand, and real jobs with one fault each (tests/scripts/patched_trainer.py)."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def test_bounds_by_device_dtype_and_updates():
     }
     assert bounds("bfloat16", False, 1, 0.0)["actor/ppo_kl"] == 1e-3
     assert bounds("bfloat16", False, 4, 0.05) == {"training/rollout_probs_diff_mean": 0.05}
+    assert bounds("float32", False, 4, 0.0, renormalised=True) == {}  # the engine's differ by what was cut
 
 
 @pytest.mark.parametrize("name", CAUSES)
@@ -58,8 +59,8 @@ def options(tmp_path_factory) -> list[str]:
 
 
 def faulty(run_dir: Path, options: list[str], fault: str):
-    script = "tests/scripts/faulty_trainer.py"
-    job = run_job(run_dir, 2, QUICKSTART, *options, script=script, env={"FAULT": fault}, timeout_s=200, expect=None)
+    script = "tests/scripts/patched_trainer.py"
+    job = run_job(run_dir, 2, QUICKSTART, *options, script=script, env={"PATCH": fault}, timeout_s=200, expect=None)
     assert job.code not in (0, 2), job.output[-3000:]
     return job
 
@@ -95,6 +96,6 @@ def test_a_tensor_that_the_sync_leaves_out_is_named(tmp_path, options):
 
 @pytest.mark.full
 def test_without_a_fault_the_script_is_the_job(tmp_path, options):
-    script = "tests/scripts/faulty_trainer.py"
-    job = run_job(tmp_path / "run", 2, QUICKSTART, *options, script=script, env={"FAULT": "no_fault"})
+    script = "tests/scripts/patched_trainer.py"
+    job = run_job(tmp_path / "run", 2, QUICKSTART, *options, script=script, env={"PATCH": "nothing"})
     assert len(job.metrics) == 2 and job.status["state"] == "finished"

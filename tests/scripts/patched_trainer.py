@@ -1,6 +1,6 @@
-"""trainer.py with one fault, named by FAULT: what the first-step self-check is there to catch. Under torchrun.
+"""trainer.py with one function of the shipped modules replaced, as PATCH names it. Under torchrun.
 
-Each fault replaces one function of the shipped modules; everything else is the job as it is.
+Faults are what the first-step self-check is there to catch; `permuted_producers` must change nothing at all.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from parallel import megatron_step, weight_sync
 from parallel.reshard import Resharder
 from reward.experience import Experience
+from rollout.batch import gather
+from rollout.engine import Engine
 
 
 def wrong_temperature() -> None:
@@ -86,11 +89,24 @@ def shifted_mask() -> None:
     Experience.of = classmethod(of)
 
 
-def no_fault() -> None:
+def permuted_producers() -> None:
+    """Samples come from random ranks, in random order."""
+    right = Engine.generate
+
+    def generate(self, requests, label="generate"):
+        every = gather(right(self, requests, label))
+        rng = np.random.default_rng(len(every))
+        owners, order = rng.integers(0, dist.get_world_size(), len(every)), rng.permutation(len(every))
+        return [every[i] for i in order if owners[i] == dist.get_rank()]
+
+    Engine.generate = generate
+
+
+def nothing() -> None:
     """The job itself."""
 
 
 if __name__ == "__main__":
     torch.manual_seed(0), np.random.seed(0)
-    globals()[os.environ["FAULT"]]()
+    globals()[os.environ["PATCH"]]()
     runpy.run_path(str(Path(__file__).resolve().parents[2] / "trainer.py"), run_name="__main__")
