@@ -164,6 +164,7 @@ def test_a_job_refills_its_batches_and_keeps_the_surplus(tmp_path, options):
     shaped = [row for step in (1, 2, 3) for row in job.samples(step) if row["reward"] != row["score"]]
     assert shaped, "the overlong punishment never applied: the test shows nothing"
     assert job.output.count("step 1, a scored sample: score") == 3
+    assert "training data: 9800 prompts, 1633 steps an epoch of 6; the last 2 are dropped" in job.output
     for row in [rows[0] for rows in groups_of(job, 1).values()][:3]:
         assert f"  prompt   {row['prompt']!r}" in job.output and f"  response {row['response']!r}" in job.output
 
