@@ -184,7 +184,7 @@ def test_surplus_and_lengths_survive_a_resume(tmp_path, options):
 
 @pytest.mark.full
 def test_a_job_at_the_limit_trains_with_what_exists_or_stops(tmp_path, options):
-    limit = [*options, *DYNAMIC, "algorithm.dynamic_sampling_max_rounds=1"]
+    limit = [*options, *DYNAMIC, "algorithm.dynamic_sampling_max_rounds=1", "train.mini_batches=6"]
     job = run_job(tmp_path / "train", 2, QUICKSTART, *limit)
     assert len(job.metrics) == 3 and "training with what exists" in job.output
     assert 0 < len(groups_of(job, 1)) < 6 and job.metrics[0]["actor/grad_norm"] > 0
@@ -212,6 +212,24 @@ def test_sampling_below_full_warns_once_and_runs(tmp_path, options, cut):
     job = run_job(tmp_path / "run", 2, QUICKSTART, *options, cut)
     assert job.output.count("log-probs are renormalised over what is kept") == 1
     assert len(job.metrics) == 3 and job.metrics[0]["training/rollout_probs_diff_mean"] > 1e-4
+
+
+@pytest.mark.full
+def test_prompts_and_samples_do_not_depend_on_the_number_of_ranks(tmp_path, options):
+    one = run_job(tmp_path / "one", 1, QUICKSTART, *options, "world=1", "train.ep=1", "total_steps=1")
+    two = run_job(tmp_path / "two", 2, QUICKSTART, *options, "total_steps=1")
+    assert one.samples(1) == two.samples(1)
+
+
+@pytest.mark.full
+def test_an_endless_regex_cannot_stop_the_step(tmp_path, options):
+    """Every eighth response hangs in C code: it scores 0, is counted, and the others have their scores."""
+    hostile = ["reward.function=tests.scripts.parity:hostile", "reward.timeout_s=1", "total_steps=1"]
+    job = run_job(tmp_path / "run", 2, QUICKSTART, *options, *hostile, "data.prompts_per_step=4")
+    rows, share = job.samples(1), job.metrics[0]["reward/timeout"]
+    late = [row for row in rows if row["score"] == 0]
+    assert 0 < len(late) < len(rows) and share == pytest.approx(len(late) / len(rows))
+    assert all(row["score"] == 1 for row in rows if row not in late)
 
 
 def test_shortened_keeps_head_and_tail():

@@ -3,6 +3,11 @@
 The engine here only counts steps; tests/test_engine.py drives the same loop with vLLM.
 """
 
+import contextlib
+import os
+import pty
+import subprocess
+import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -15,6 +20,7 @@ from hypothesis import strategies as st
 from rollout.batch import Request, Sample
 from rollout.lengths import LengthHistory
 from rollout.schedule import Dealt, Progress, Queue, hand_out, longest_first
+from tests.jobs import ROOT
 
 CAP = 4096
 
@@ -271,6 +277,29 @@ def test_progress_prints_a_line_every_ten_percent(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10 and lines[0] == "generate: 12/100 samples, 3 s, 22 s left"
     assert len(counts) == 25  # once a second, not once a step
+
+
+TERMINAL = """
+from rollout.schedule import Progress
+now, done = iter(range(1000)), []
+with Progress(100, lambda n: done.append(n) or sum(done), show=True, clock=lambda: next(now)) as progress:
+    for _ in range(10):
+        progress.count(10)
+"""
+
+
+def test_on_a_terminal_progress_is_a_bar():
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", TERMINAL], stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how Linux says that the other end was closed
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    assert process.wait(30) == 0, shown
+    assert "━".encode() in shown and b"generate" in shown and b"100%" in shown and b"samples" not in shown
 
 
 def test_short_generations_neither_print_nor_communicate(capsys):
