@@ -207,7 +207,7 @@ def test_permuted_producers_give_bit_equal_updates(tmp_path, options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cut", ["rollout.top_p=0.9", "rollout.top_k=8", "rollout.min_p=0.02"])
+@pytest.mark.parametrize("cut", ["rollout.top_p=0.9", "rollout.top_k=8", "rollout.min_p=0.9"])
 def test_sampling_below_full_warns_once_and_runs(tmp_path, options, cut):
     job = run_job(tmp_path / "run", 2, QUICKSTART, *options, cut)
     assert job.output.count("log-probs are renormalised over what is kept") == 1
