@@ -86,4 +86,4 @@ class Collector:
 
     def load(self, state: dict[str, Any]) -> None:
         self.draws, self.surplus = state["draws"], decode(np.asarray(state["surplus"]))
-        self.lengths.load(state["lengths"])
+        self.lengths.load(state.get("lengths", self.lengths.state()))  # absent from older checkpoints
