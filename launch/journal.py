@@ -61,7 +61,8 @@ class Journal:
             updates = config.train.mini_batches * config.train.epochs
             exact = self.device.kind == "cpu"
             cut, most = bool(sampling_cuts(config.rollout)), config.runtime.self_check_probs_diff
-            limits = bounds(config.rollout.dtype, exact, updates, most, cut)
+            bypass = config.algorithm.old_log_probs == "rollout"
+            limits = bounds(config.rollout.dtype, exact, updates, most, cut, bypass)
             check_first_step(result, limits)
         return result
 

@@ -36,6 +36,7 @@ def test_bounds_by_device_dtype_and_updates():
     }
     assert bounds("bfloat16", False, 1, 0.0)["actor/ppo_kl"] == 1e-3
     assert bounds("bfloat16", False, 4, 0.05) == {"training/rollout_probs_diff_mean": 0.05}
+    assert bounds("float32", True, 1, 0.0, bypass=True).keys() == {"training/rollout_probs_diff_mean", "actor/kl_loss"}
     assert bounds("float32", False, 4, 0.0, renormalised=True) == {}  # the engine's differ by what was cut
 
 
