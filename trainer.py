@@ -355,7 +355,7 @@ class Trainer:
 
 def run(config: Config, inputs: Inputs, rank: int, world: int) -> int:
     try:
-        device, groups, run_dir = connect(config, rank, world)
+        device, groups, run_dir = connect(config, inputs, rank, world)
     except ValueError as error:
         return refuse(error, rank)
     with run_dir:

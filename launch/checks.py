@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from launch.options import Config, ConfigError
+from launch.selfcheck import sampling_cuts
 
 ONE_OR_MORE = """
     total_epochs data.prompts_per_step data.max_prompt_tokens data.max_response_tokens train.tp train.pp train.vpp
@@ -162,8 +163,7 @@ def _rollout_rules(config: Config) -> None:
 def _sampling_rules(config: Config) -> None:
     """Log-probs of a cut distribution are renormalised; the trainer's are not, so their ratio would be biased."""
     rollout, algorithm = config.rollout, config.algorithm
-    full = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    cuts = [f"rollout.{name} = {getattr(rollout, name)}" for name in full if getattr(rollout, name) != full[name]]
+    cuts = sampling_cuts(rollout)
     for name, neutral in (("correction", "none"), ("old_log_probs", "auto")):
         value = getattr(algorithm, name)
         if cuts and value not in ("none", "auto", "recompute"):

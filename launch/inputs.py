@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from launch import config as options
 from launch.config import Config
 from launch.profiler import profile_flags
+from launch.selfcheck import sampling_cuts
 
 if TYPE_CHECKING:
     from launch.runtime import RunDir
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from parallel.groups import Groups
     from reward import Scorer
     from rollout.prompts import PromptSet
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,10 @@ def start(argv: list[str]) -> tuple[Config, Inputs, int, int]:
         sys.exit(refuse(error, rank))
 
 
-def connect(config: Config, rank: int, world: int) -> tuple[Device, Groups, RunDir]:
-    """Join the job: device, process groups, this attempt's run directory with logging. ValueError for bad input."""
+def connect(config: Config, inputs: Inputs, rank: int, world: int) -> tuple[Device, Groups, RunDir]:
+    """Join the job: device, process groups, this attempt's run directory with logging, which begins with what is to be
+    known about the data and the sampling. ValueError for bad input.
+    """
     from launch.runtime import RunDir, setup_logging
     from parallel.device import pick
     from parallel.grid import RolloutGrid, TrainGrid
@@ -119,8 +124,22 @@ def connect(config: Config, rank: int, world: int) -> tuple[Device, Groups, RunD
     groups = make_groups(*grids, device, config.runtime.deadline_s or 1800.0)
     run_dir = RunDir.open(config.run_dir, options.to_toml(config), rank, world, groups.host)
     setup_logging(run_dir, run_dir.started)
-    logging.getLogger(__name__).info(groups.describe())
+    log.info(groups.describe())
+    if not rank:
+        _say(config, inputs)
     return device, groups, run_dir
+
+
+def _say(config: Config, inputs: Inputs) -> None:
+    log.info("training data: %s", inputs.prompts.describe(config.data.prompts_per_step))
+    for file, data in inputs.validation.items():
+        log.info("validation data %s: %s", file, data.describe())
+    if cuts := sampling_cuts(config.rollout):
+        log.warning(
+            "%s: the engine's log-probs are renormalised over what is kept, the trainer's are not: they differ by the "
+            "log of the kept mass, and training/rollout_probs_diff tells nothing about the weights",
+            " and ".join(cuts),
+        )
 
 
 def refuse(error: ValueError, rank: int) -> int:

@@ -5,16 +5,28 @@ Every rank calls `fold`, which is collective; rank 0 alone writes. Formulas: met
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from launch import metrics as formulas
 from launch.config import Config
 from launch.metrics import Metrics
 from launch.runtime import RunDir
-from launch.selfcheck import bounds, check_first_step
+from launch.selfcheck import bounds, check_first_step, sampling_cuts
 from launch.writers import Writers
+
+log = logging.getLogger(__name__)
+SHOWN = 3
+"""Samples of step 1 on the console: most mistakes in prompts and rewards can be seen there."""
+
+
+def shortened(text: str, most: int = 600) -> str:
+    """Its head and its tail, where the question and the answer are."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 class Journal:
@@ -49,7 +61,9 @@ class Journal:
         if step == 1 and config.runtime.self_check:
             updates = config.train.mini_batches * config.train.epochs
             exact = self.device.kind == "cpu"
-            limits = bounds(config.rollout.dtype, exact, updates, config.runtime.self_check_probs_diff)
+            cut, most = bool(sampling_cuts(config.rollout)), config.runtime.self_check_probs_diff
+            bypass = config.algorithm.old_log_probs == "rollout"
+            limits = bounds(config.rollout.dtype, exact, updates, most, cut, bypass)
             check_first_step(result, limits)
         return result
 
@@ -83,8 +97,19 @@ class Journal:
             return
         self.writers.write(step, metrics)
         if batch is not None and decode is not None:
+            if step == 1:
+                self._show(batch, decode)
             self.writers.samples(step, batch.rows(decode, self.config.log.samples_per_step))
             self.writers.histograms(step, {"response_length": batch.response_tokens, "rewards": batch.rewards})
+
+    def _show(self, batch: Any, decode: Callable[[Any], str]) -> None:
+        """Three scored samples on the console, of different prompts where there are as many."""
+        firsts = list(np.unique(batch.prompt_ids, return_index=True)[1])
+        order = firsts + [i for i in range(len(batch.prompt_ids)) if i not in set(firsts)]
+        for row in (batch.row(i, decode) for i in order[:SHOWN]):
+            prompt, response = (shortened(row[name]) for name in ("prompt", "response"))
+            said = "step 1, a scored sample: score %g, reward %g, %d tokens\n  prompt   %r\n  response %r"
+            log.info(said, row["score"], row["reward"], row["response_tokens"], prompt, response)
 
     def validation(self, step: int, samples: Sequence[tuple[str, Any]], decode: Callable[[Any], str]) -> None:
         """Rank 0: samples/val_NNNNNN.jsonl. `samples`: (data source, Sample)."""

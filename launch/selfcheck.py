@@ -7,6 +7,7 @@ and the clip fraction are 0 (exactly on cpu) and the engine's probabilities agre
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 CAUSES = {
     "actor/kl_loss": (
@@ -21,19 +22,38 @@ CAUSES = {
     ),
     "training/rollout_probs_diff_mean": (
         "the engine's weights differ from the trainer's (stale sync, swapped experts or tensors)",
-        "the trainer's log-probs use another temperature than the engine, or top-p, top-k or min-p cut the engine's",
+        "the trainer's log-probs use another temperature than the engine",
         "the response mask is shifted by one token, or prompts are tokenised twice",
     ),
 }
 CAUSES["actor/pg_clipfrac"] = CAUSES["actor/ppo_kl"]
 
 
-def bounds(dtype: str, exact: bool, updates_per_rollout: int, probs_diff: float) -> dict[str, float]:
-    """Metric -> largest allowed magnitude in step 1. `exact`: the device repeats results bit for bit (cpu)."""
-    table = {"training/rollout_probs_diff_mean": probs_diff or (1e-4 if dtype == "float32" else 2e-2)}
+def sampling_cuts(rollout: Any) -> list[str]:
+    """Sampling options below full, as "rollout.top_p = 0.9": they renormalise the engine's log-probs."""
+    full = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    return [f"rollout.{name} = {getattr(rollout, name)}" for name in full if getattr(rollout, name) != full[name]]
+
+
+def bounds(
+    dtype: str,
+    exact: bool,
+    updates_per_rollout: int,
+    probs_diff: float,
+    renormalised: bool = False,
+    bypass: bool = False,
+) -> dict[str, float]:
+    """Metric -> largest allowed magnitude in step 1. `exact`: the device repeats results bit for bit (cpu).
+
+    `renormalised`: sampling cuts the engine's distribution, so its log-probs are another thing than the trainer's.
+    `bypass`: the old policy's log-probs are the engine's, so their difference is bounded by the agreement alone.
+    """
+    agreement = probs_diff or (1e-4 if dtype == "float32" else 2e-2)
+    table = {} if renormalised else {"training/rollout_probs_diff_mean": agreement}
     if updates_per_rollout == 1:
         identity = 0.0 if exact else 1e-3
-        table |= {"actor/kl_loss": identity, "actor/ppo_kl": identity, "actor/pg_clipfrac": identity}
+        table |= {"actor/kl_loss": identity}
+        table |= {} if bypass else {"actor/ppo_kl": identity, "actor/pg_clipfrac": identity}
     return table
 
 

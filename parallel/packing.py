@@ -62,9 +62,13 @@ class Update:
 def plan_updates(
     prompt_ids: np.ndarray, lengths: np.ndarray, mini_batches: int, num_ranks: int, budget: int, multiple: int = 1
 ) -> list[Update]:
-    """Mini-batches of whole groups, in order of prompt id, as even as can be; each packed on its own."""
-    updates = []
-    for part in np.array_split(np.unique(prompt_ids), mini_batches):
+    """Mini-batches of whole groups, in order of prompt id, as even as can be; each packed on its own.
+
+    Fewer groups than mini-batches (a smaller last batch) make fewer mini-batches: an empty one would be an optimizer
+    step without a gradient, which still moves the weights.
+    """
+    updates, groups = [], np.unique(prompt_ids)
+    for part in np.array_split(groups, max(1, min(mini_batches, len(groups)))):
         indices = np.flatnonzero(np.isin(prompt_ids, part))
         plan = pack(lengths[indices], num_ranks, budget, multiple)
         dealt = [[[int(indices[i]) for i in micro] for micro in rank] for rank in plan.micro_batches]

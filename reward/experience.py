@@ -107,10 +107,11 @@ class Experience:
     def rows(self, decode: Callable[[Any], str], most: int) -> list[dict[str, Any]]:
         """Samples as people read them; `most` as log.samples_per_step: 0 all, -1 none."""
         chosen = self.sequences[: most or None] if most >= 0 else []
-        return [self._row(i, sequence, decode) for i, sequence in enumerate(chosen)]
+        return [self.row(i, decode) for i in range(len(chosen))]
 
-    def _row(self, i: int, sequence: np.ndarray, decode: Callable[[Any], str]) -> dict[str, Any]:
-        cut = int(self.prompt_tokens[i])
+    def row(self, i: int, decode: Callable[[Any], str]) -> dict[str, Any]:
+        """Sample `i` of the batch as people read it."""
+        sequence, cut = self.sequences[i], int(self.prompt_tokens[i])
         return {
             "prompt_id": int(self.prompt_ids[i]),
             "prompt": decode(sequence[:cut]),

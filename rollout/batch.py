@@ -76,6 +76,7 @@ def requests(
             prompt_ids=prompt.ids,
             seed=request_seed(seed, step, prompt.prompt_id, number),
             max_tokens=max_tokens,
+            expected_tokens=prompt.expected_tokens,
             **sampling,
         )
         for prompt in prompts

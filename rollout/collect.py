@@ -1,19 +1,22 @@
 """From prompts to the samples of a step, with DAPO's dynamic sampling: draw until enough groups teach something.
 
-The state (batches drawn, surplus groups) is small and alike on all ranks; it is saved with every checkpoint. Surplus
-groups are the next step's first ones. Optimizer steps count steps here, however many batches of prompts they draw.
+The state (batches drawn, surplus groups, lengths seen) is small and alike on all ranks; it is saved with every
+checkpoint. Surplus groups are the next step's first ones. Optimizer steps count steps here, however many batches of
+prompts they draw.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from launch.config import Config
 from rollout.batch import Sample, decode, encode
+from rollout.lengths import LengthHistory
 from rollout.prompts import Prompt, PromptSet
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,7 @@ class Collector:
         self.draws = 0
         """Batches of prompts drawn so far; more than steps with dynamic sampling."""
         self.surplus: list[Sample] = []
+        self.lengths = LengthHistory(len(prompts))
 
     @property
     def epoch(self) -> int:
@@ -39,12 +43,11 @@ class Collector:
         group at all is useful.
         """
         if not self.config.algorithm.dynamic_sampling:
-            return sample(self._draw()), {}
+            return self._sampled(sample)[1], {}
         wanted, limit = self.config.data.prompts_per_step, self.config.algorithm.dynamic_sampling_max_rounds
         kept, rounds, dropped = self.surplus, 0, 0
         while len(groups := sorted({s.prompt_id for s in kept})) < wanted and (not limit or rounds < limit):
-            prompts, rounds = self._draw(), rounds + 1
-            samples = sample(prompts)
+            (prompts, samples), rounds = self._sampled(sample), rounds + 1
             keep = self.useful([s.score for s in samples], [s.prompt_id for s in samples])
             found = [s for s, useful in zip(samples, keep, strict=True) if useful]
             kept, dropped = kept + found, dropped + len(prompts) - len({s.prompt_id for s in found})
@@ -59,9 +62,15 @@ class Collector:
         }
         return [s for s in kept if s.prompt_id in used], metrics
 
-    def _draw(self) -> list[Prompt]:
+    def _sampled(self, sample: Callable[[list[Prompt]], list[Sample]]) -> tuple[list[Prompt], list[Sample]]:
+        """The next batch of prompts, with expected lengths, and its samples, from which the next ones are learned."""
+        prompts = self.prompts.batch(self.draws, self.config.data.prompts_per_step)
         self.draws += 1
-        return self.prompts.batch(self.draws - 1, self.config.data.prompts_per_step)
+        expected = self.lengths.expected([prompt.row for prompt in prompts])
+        prompts = [replace(p, expected_tokens=float(tokens)) for p, tokens in zip(prompts, expected, strict=True)]
+        samples, rows = sample(prompts), {prompt.prompt_id: prompt.row for prompt in prompts}
+        self.lengths.observe([rows[s.prompt_id] for s in samples], [len(s.response) for s in samples])
+        return prompts, samples
 
     def _at_limit(self, groups: int, wanted: int, rounds: int) -> None:
         message = f"dynamic sampling: {groups} of {wanted} prompts with differing scores after {rounds} rounds"
@@ -73,7 +82,8 @@ class Collector:
         logger.warning("%s: training with what exists", message)
 
     def state(self) -> dict[str, Any]:
-        return {"draws": self.draws, "surplus": encode(self.surplus)}
+        return {"draws": self.draws, "surplus": encode(self.surplus), "lengths": self.lengths.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         self.draws, self.surplus = state["draws"], decode(np.asarray(state["surplus"]))
+        self.lengths.load(state.get("lengths", self.lengths.state()))  # absent from older checkpoints

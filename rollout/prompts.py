@@ -7,7 +7,6 @@ Left out on purpose: streaming of data sets that do not fit the host, and mixing
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ import numpy as np
 from launch.config import DataConfig
 from parallel.family import read_config
 from rollout.rows import Row, read_rows
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,8 @@ class Prompt:
     extra: dict[str, Any]
     row: int
     """Index into the prompts that were kept, over all files in order."""
+    expected_tokens: float = 0.0
+    """Guess of the response length (rollout/lengths.py), for the hand-out order only."""
 
 
 class PromptSet:
@@ -44,13 +43,11 @@ class PromptSet:
         rows = [row for file in files for row in read_rows(file, data)]
         fitted = [_fit(ids, data) for ids in _tokenise(rows, tokenizer, data)]
         too_long = [row for row, ids in zip(rows, fitted, strict=True) if ids is None]
-        if too_long:
-            _report_overlong(too_long, len(rows), data)
+        self._left_out = _left_out(too_long, len(rows), data) if too_long else ""
         kept = [(row, ids) for row, ids in zip(rows, fitted, strict=True) if ids is not None]
         self._rows = [row for row, _ in kept]
         self._ids = [ids for _, ids in kept]
         self._data, self._seed = data, seed
-        self.num_overlong = len(too_long)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -72,11 +69,16 @@ class PromptSet:
             )
         return full
 
-    def describe(self, prompts_per_step: int) -> str:
-        """One line for the log: prompts, steps of an epoch, and what becomes of the last incomplete batch."""
+    def describe(self, prompts_per_step: int = 0) -> str:
+        """One line for the log: prompts, those left out, steps of an epoch and what becomes of its last incomplete
+        batch; without `prompts_per_step` (validation) no steps.
+        """
+        said = f"{len(self)} prompts{self._left_out}"
+        if not prompts_per_step:
+            return said
         steps, rest = self.steps_per_epoch(prompts_per_step), len(self) % prompts_per_step
         end = f"; the last {rest} are {'a smaller batch' if self._data.incomplete_batch == 'keep' else 'dropped'}"
-        return f"{len(self)} prompts, {steps} steps an epoch of {prompts_per_step}{end if rest else ''}"
+        return f"{said}, {steps} steps an epoch of {prompts_per_step}{end if rest else ''}"
 
     def epoch_of(self, step: int, prompts_per_step: int = 0) -> int:
         """Epoch of a step, both from 0; 0 prompts per step stands for data.prompts_per_step."""
@@ -176,9 +178,10 @@ def _fit(ids: list[int], data: DataConfig) -> list[int] | None:
     return None
 
 
-def _report_overlong(too_long: list[Row], num_rows: int, data: DataConfig) -> None:
+def _left_out(too_long: list[Row], num_rows: int, data: DataConfig) -> str:
+    """What the log says about dropped prompts; ValueError when they are not to be dropped, or are all there is."""
     said = f"{len(too_long)} of {num_rows} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}"
     if data.overlong_prompts == "error" or len(too_long) == num_rows:
         remedy = "raise it" + (", or cut or filter them (data.overlong_prompts)" if len(too_long) < num_rows else "")
         raise ValueError(f"{said}, the first is {too_long[0].where}; {remedy}")
-    logger.info("%s and were dropped, the first is %s", said, too_long[0].where)
+    return f" ({said} and were dropped, the first is {too_long[0].where})"

@@ -25,7 +25,17 @@ AREAS: dict[str, list[str]] = {
     ],
     "reshard": ["reshard*", "layout*", "megatron_layout*", "vllm_layout*", "vllm_p*", "grid*"],
     "training": ["megatron_[!l]*", "training*", "attention*", "packing*", "device*", "log_prob*", "groups*"],
-    "algorithms": ["advantage*", "loss*", "reward*", "pool*", "schedule*", "batch*", "selfcheck*", "algorithms*"],
+    "algorithms": [
+        "advantage*",
+        "loss*",
+        "reward*",
+        "pool*",
+        "schedule*",
+        "collect*",
+        "batch*",
+        "selfcheck*",
+        "algorithms*",
+    ],
     "state": ["checkpoint*", "runtime*", "resume*", "state*", "convert*", "offload*", "phases*", "train_state*"],
     "launch": [
         "plan*",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.micro_batches import build_micro_batches, padded_lengths, unpack
-from parallel.packing import pack, work
+from parallel.packing import pack, plan_updates, work
 
 
 @given(
@@ -131,3 +131,9 @@ def test_wrong_number_of_values_is_named() -> None:
     fields["weight"][1] = fields["weight"][1][:-1]
     with pytest.raises(ValueError, match="field 'weight' of sequence 1 has"):
         build_micro_batches(sequences, prompts, [[1]], fields)
+
+
+def test_fewer_groups_than_mini_batches_make_no_empty_updates():
+    ids = np.repeat([3, 8, 9], 4)
+    updates = plan_updates(ids, np.full(12, 10), mini_batches=5, num_ranks=2, budget=100)
+    assert [list(u.indices) for u in updates] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]

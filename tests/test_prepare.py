@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
+import threading
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +22,7 @@ from launch.config import DataConfig
 from launch.tiny_models import FAMILIES, write_model
 from parallel.family import kinds, model_shape, read_config
 from rollout.prompts import PromptSet, load_tokenizer
+from tests.jobs import ROOT
 
 
 def write_jsonl(path, rows):
@@ -121,6 +127,53 @@ def test_mistakes_are_one_message_and_exit_code_2(tmp_path, capsys, monkeypatch)
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
     monkeypatch.setattr(hub, "hf_hub_download", lambda *_, **__: (_ for _ in ()).throw(OSError("no route")))
     assert "from http://hub.invalid: no route\ngive local files with --from" in message("gsm8k", out)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few answers of a hub that a download needs; `files`: path -> content."""
+
+    files: dict[str, bytes] = {}
+
+    def do_HEAD(self):
+        self.answer(body=False)
+
+    def do_GET(self):
+        self.answer(body=True)
+
+    def answer(self, body):
+        content = self.files.get(self.path)
+        self.send_response(200 if content is not None else 404)
+        content = content or b""
+        headers = {"Content-Length": str(len(content)), "ETag": f'"{len(content)}"', "X-Repo-Commit": "0" * 40}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content if body else b"")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_hub_of_ones_own_is_used_when_it_is_named(tmp_path):
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(gsm8k_rows(4)), tmp_path / split)
+        name = f"/datasets/openai/gsm8k/resolve/main/main/{split}-00000-of-00001.parquet"
+        Hub.files[name] = (tmp_path / split).read_bytes()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        place = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home")}
+        environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")} | place
+        command = [sys.executable, "-m", "launch.prepare", "gsm8k", str(tmp_path / "out")]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert len(read(tmp_path / "out/train.parquet")) == len(read(tmp_path / "out/test.parquet")) == 4
+        command[3] = "math"
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "cannot get" in done.stderr and "--from" in done.stderr
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_mutated_rows_are_converted_or_named(tmp_path):

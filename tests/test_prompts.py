@@ -126,13 +126,13 @@ def test_cuts_of_overlong_prompts(tmp_path, tokenizer, rule, expected):
     assert [tokenizer.decode(prompt.ids) for prompt in prompts.all()] == [expected, "1="]
 
 
-def test_overlong_prompts_are_filtered_and_counted(tmp_path, tokenizer, caplog):
-    caplog.set_level("INFO")
+def test_overlong_prompts_are_filtered_and_counted(tmp_path, tokenizer):
     rows = [row("1"), row("0123456789"), row("2")]
     prompts = prompt_set(tmp_path / "a.jsonl", tokenizer, rows, replace(DATA, max_prompt_tokens=6))
     assert [prompt.ground_truth for prompt in prompts.all()] == ["1", "2"]
-    assert prompts.num_overlong == 1
-    assert "1 of 3 prompts are longer than data.max_prompt_tokens = 6" in caplog.text
+    counted = f"1 of 3 prompts are longer than data.max_prompt_tokens = 6 and were dropped, the first is {tmp_path}"
+    assert prompts.describe().startswith(f"2 prompts ({counted}/a.jsonl line 2)")
+    assert prompts.describe(2).endswith("), 1 steps an epoch of 2")
 
 
 def test_overlong_prompts_as_an_error_name_the_first(tmp_path, tokenizer):

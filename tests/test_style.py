@@ -17,7 +17,9 @@ from tests import areas
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("rollout", "parallel", "reward", "launch")
-STANDARD_LIBRARY_ONLY = [f"launch/{name}.py" for name in ("config", "options", "option_text", "checks", "shrink")]
+STANDARD_LIBRARY_ONLY = [
+    f"launch/{name}.py" for name in ("config", "options", "option_text", "checks", "selfcheck", "shrink")
+]
 PURE = [
     *STANDARD_LIBRARY_ONLY,
     *(f"parallel/{name}.py" for name in ("family", "grid", "layout", "megatron_layout", "reshard_plan", "packing")),
