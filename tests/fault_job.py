@@ -119,6 +119,7 @@ def _job(
                 for store in stores.values():
                     store.fill_(step)
             if fault and step == fault.step and fault.rank in (rank, None):
+                saver.wait()  # the save before this one is not meant
                 _arm(fault)
             saver.save(step, states, {"step": step}, {"rank": rank}, keep=2)
             said["done"].append(step)
