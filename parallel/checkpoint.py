@@ -35,7 +35,7 @@ from parallel.plain_values import frozen, read_value, write_value
 from parallel.tensor_file import parse_json, sync_directory, write, write_bytes
 
 log = logging.getLogger(__name__)
-MARKER, TORN, FORMAT = "complete.json", "torn.json", 1
+MARKER, TORN, FORMAT = "complete.json", "torn.json", 2
 
 State = tuple[Sequence[Piece], dict[str, torch.Tensor]]
 """The pieces of this rank and the stores they are in (contiguous, all of one dtype)."""
@@ -55,7 +55,7 @@ class Marker:
     states: dict[str, str]
     """State -> dtype."""
     files: dict[str, tuple[int, str, str]]
-    """Name -> (bytes, sha256, sha256 of the header)."""
+    """Name -> (bytes, hash of the bytes by tensor_file.Hasher, sha256 of the header)."""
     versions: dict[str, str]
     format: int = FORMAT
 

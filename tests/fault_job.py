@@ -13,8 +13,8 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.runtime import RunDir
+from launch.runtime import RunDir, StopRequest
 from parallel.checkpoint import Saver, State, load_own, load_small
 from parallel.device import Device
 from parallel.layout import Kind, Piece
@@ -48,6 +48,8 @@ class Fault:
     size: int = 0
     """The kernel refuses to let a file grow beyond so many bytes: dies there, or sees an error if `survives`."""
     survives: bool = False
+    number: int = signal.SIGKILL
+    """SIGTERM: a stop request and, at once, a second one."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +69,23 @@ def launch(run_dir: Path, until: int, fault: Fault | None = None, world: int = 2
     """Run the job to step `until`. AssertionError when a rank has not ended after 60 s."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.fault_job"])
-    box = run_dir.parent / f"launch_{uuid.uuid4().hex[:8]}"
-    box.mkdir(parents=True)
-    ranks = [
-        context.Process(target=_rank, args=(rank, world, str(run_dir), until, fault, background, str(box)))
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    limit = time.monotonic() + 60
-    for process in ranks:
-        process.join(max(0.0, limit - time.monotonic()))
-    late = [process.pid for process in ranks if process.is_alive()]
-    for process in ranks:
-        process.kill()
-    assert not late, f"ranks still ran after 60 s: {late}"
-    files = [box / f"{rank}.json" for rank in range(world)]
-    said = [json.loads(file.read_text()) if file.exists() else {} for file in files]
-    return Launch([process.exitcode for process in ranks], said)
+    with tempfile.TemporaryDirectory(prefix="launch_") as box:  # not on the disk of the run, which may be full
+        ranks = [
+            context.Process(target=_rank, args=(rank, world, str(run_dir), until, fault, background, box))
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        limit = time.monotonic() + 60
+        for process in ranks:
+            process.join(max(0.0, limit - time.monotonic()))
+        late = [process.pid for process in ranks if process.is_alive()]
+        for process in ranks:
+            process.kill()
+        assert not late, f"ranks still ran after 60 s: {late}"
+        files = [Path(box, f"{rank}.json") for rank in range(world)]
+        said = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+        return Launch([process.exitcode for process in ranks], said)
 
 
 def _rank(rank: int, world: int, run_dir: str, until: int, fault: Fault | None, background: bool, box: str) -> None:
@@ -112,6 +113,7 @@ def _job(
         if found:
             assert load_own(found, rank) == {"rank": rank}
             assert value(states) == {float(done)}, f"{found}: step {done} holds {value(states)}"
+        StopRequest(run, grace_s=-1.0).install()
         saver = Saver(Path(run_dir) / "checkpoints", KINDS, rank, dist.new_group(backend="gloo"), background)
         for step in range(done + 1, until + 1):
             run.status("running", step=step - 1, total=until)
@@ -152,6 +154,8 @@ def _arm(fault: Fault) -> None:
         if event == fault.event and fault.part in " ".join(str(arg) for arg in args[:2]):
             left[0] -= 1
             if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), fault.number)
+                if fault.number != signal.SIGKILL:
+                    os.kill(os.getpid(), fault.number)
 
     sys.addaudithook(hook)

@@ -37,11 +37,19 @@ class Job:
         return [row[key] for row in self.metrics if key in row]
 
 
-def run_job(run_dir: Path, ranks: int, *arguments: str, timeout_s: float = 300.0, expect: int | None = 0) -> Job:
+def run_job(
+    run_dir: Path,
+    ranks: int,
+    *arguments: str,
+    timeout_s: float = 300.0,
+    expect: int | None = 0,
+    script: str = "trainer.py",
+    environment: dict[str, str] | None = None,
+) -> Job:
     """`torchrun trainer.py ARGUMENTS run_dir=RUN_DIR`; AssertionError with the output unless it ends with `expect`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["trainer.py", *arguments, f"run_dir={run_dir}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command += [script, *arguments, f"run_dir={run_dir}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
     process = subprocess.Popen(
         command,
         cwd=ROOT,

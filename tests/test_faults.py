@@ -1,7 +1,7 @@
 """Faults while a checkpoint is written, kept or read: real processes, two ranks, the real run directory and saves.
 
 Whatever dies when, the previous or the new checkpoint is complete, the next launch resumes from it on all ranks, and
-goes on to the end. Faults of the whole loop, with engine and model: test_loop_faults.py.
+goes on to the end. Faults of the whole loop, with engine and model: test_faults_loop.py.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from launch.runtime import Exit
 from parallel.checkpoint import MARKER, find
 from tests.fault_job import Fault, launch
 
@@ -79,6 +81,18 @@ def test_killed_at_a_point_of_a_save(tmp_path, kill):
     assert any(code < 0 for code in struck.codes) and 0 not in struck.codes, struck
     assert find(run_dir) == run_dir / "checkpoints" / f"step_{expected:06d}"
     assert check_next_launch(run_dir, {expected}) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_second_signal_in_a_save_ends_at_once_and_harms_nothing(tmp_path, rank):
+    run_dir = tmp_path / "run"
+    fault = Fault("open", f"exp_avg-0000{rank}", rank, step=3, number=signal.SIGTERM)
+    struck = launch(run_dir, 4, fault)
+    assert struck.codes[rank] == Exit.SECOND_SIGNAL and struck.codes[1 - rank] == 1, struck
+    status = json.loads((run_dir / "status.json").read_text())
+    assert status["state"] == "failed" and "second signal, SIGTERM" in status["why"]
+    check_next_launch(run_dir, {2})
 
 
 @pytest.mark.full
@@ -261,5 +275,7 @@ def test_a_flipped_byte_in_small_files_is_never_taken_for_a_value(tmp_path, name
 
 
 def test_there_are_at_least_forty():
-    loop = 10
-    assert loop + len(KILLS) + len(DAMAGE) + 3 + 4 + 4 >= 40
+    others = (
+        10 + 2 + 3 + 4 + 1 + 1 + 1 + 2
+    )  # whole loop, second signal, background, no growth, full, read-only, lock, small
+    assert len(KILLS) + len(DAMAGE) + others >= 40
