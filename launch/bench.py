@@ -5,7 +5,7 @@
 reshard  the weight sync of the recipe on synthetic stores (no engine, no model): planned, golden (bucketed gather, then
          a loader), and a bare all_to_all_single of the bytes that the planned path moves. Without a recipe: a MoE of
          200 MB in 3,147 tensors, EP2 PP2 -> DP2 x TP2 EP4. On any number of ranks that both layouts divide.
-offload, train, generate, step    in bench_rows.py
+offload, train, generate, step, checkpoint    in bench_rows.py
 """
 
 from __future__ import annotations

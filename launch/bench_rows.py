@@ -4,6 +4,7 @@
     train       one update on packed micro-batches: model FLOPs utilisation against the device's peak
     generate    decoding with and without a seed for each request, against reading weights and cache once a step
     step        where the seconds of a finished run went (--run RUN_DIR)
+    checkpoint  save and load of --gb of state in --dir, hashed and synced, against a plain write and a cold read
 
 Random weights of the shape of model.path (its config.json is enough). Model FLOPs count 6 x matrix parameters x tokens
 and causal attention at half; recomputation is not counted.
@@ -235,7 +236,73 @@ def step(bench: Bench) -> Iterator[Figure]:
         yield Figure(name.removeprefix("timing_s/"), statistics.median(r.get(name, 0.0) for r in steps), whole, "s")
 
 
-ROWS: dict[str, Callable[[Bench], Iterator[Figure]]] = dict(offload=offload, train=train, generate=generate, step=step)
+def checkpoint(bench: Bench) -> Iterator[Figure]:
+    """Four kinds in turn, so that other load on the machine meets all of them; medians."""
+    import shutil
+    import tempfile
+
+    import torch
+
+    from parallel.checkpoint import save
+    from parallel.device import Device
+    from parallel.layout import Kind, Piece
+    from parallel.restore import restore
+
+    rows = max(1, round(bench.options.gb * GB / (16 * 4096 * 4)))
+    kind, stores = Kind("k", "k.{layer}", (16, 1, rows, 4096)), {f"s{i}": torch.rand(rows * 4096) for i in range(16)}
+    pieces = [Piece("k", ((i, i + 1), *kind.full_box[1:]), f"s{i}", 0, 0, (rows * 4096, 4096, 1)) for i in range(16)]
+    states, kinds = {"parameters": (pieces, stores)}, {"k": kind}
+    with tempfile.TemporaryDirectory(dir=bench.options.dir) as root:
+        plain, path = Path(root, "plain"), Path(root, "step_000000")
+        runs: dict[str, tuple[Callable[[], Any], list[float]]] = {
+            "plain write": (lambda: plain_write(plain, stores), []),
+            "save": (lambda: save(root, 0, kinds, states, {}, 0), []),
+            "cold read": (lambda: plain_read(plain, stores), []),
+            "load": (lambda: restore(path, kinds, states, 0, None, Device("cpu")), []),
+        }
+        for _ in range(bench.options.repeat):
+            for name, (run, times) in runs.items():
+                if name in ("cold read", "load"):
+                    evict(*Path(root).rglob("*"))
+                elif name == "plain write":  # both write new files: blocks that are written again are faster
+                    plain.unlink(missing_ok=True)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+                times.append(bench.seconds(run))
+    size = sum(store.nbytes for store in stores.values()) / GB
+    rate = {name: size / statistics.median(times) for name, (_, times) in runs.items()}
+    note = f"median of {bench.options.repeat}, {size:.2f} GB; floor:"
+    yield Figure("checkpoint save", rate["save"], rate["plain write"], "GB/s", f"{note} a plain write with fsync")
+    yield Figure("checkpoint load", rate["load"], rate["cold read"], "GB/s", f"{note} a cold sequential read")
+
+
+def plain_write(path: Path, stores: dict[str, Any]) -> None:
+    with open(path, "wb", buffering=0) as file:
+        for store in stores.values():
+            for chunk in store.split(2 << 20):
+                file.write(memoryview(chunk.numpy()).cast("B"))
+        os.fsync(file.fileno())
+
+
+def plain_read(path: Path, stores: dict[str, Any]) -> None:
+    with open(path, "rb", buffering=0) as file:
+        for store in stores.values():
+            for chunk in store.split(2 << 20):
+                file.readinto(memoryview(chunk.numpy()).cast("B"))
+
+
+def evict(*paths: Path) -> None:
+    """Drop the pages of files from the system's cache."""
+    for path in paths:
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+ROWS: dict[str, Callable[[Bench], Iterator[Figure]]] = dict(
+    offload=offload, train=train, generate=generate, step=step, checkpoint=checkpoint
+)
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
@@ -253,6 +320,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--memory-rate", type=float, default=4.3e12, help="bytes/s of device memory")
     parser.add_argument("--profile", default="", help="file for a table of kernels")
     parser.add_argument("--run", default="", help="run directory of row step")
+    parser.add_argument("--gb", type=float, default=1.0, help="size of row checkpoint")
+    parser.add_argument("--dir", default=".", help="directory of row checkpoint, on the disk to measure")
     options = parser.parse_intermixed_args(argv)
     return options, load(["model.path=launch/models/qwen3-4b", *options.recipe])
 

@@ -1,9 +1,11 @@
 """Between Hugging Face directories and checkpoints, and the comparison of two of them.
 
-    python -m launch.convert import HF_DIR CHECKPOINTS          parameters only, as CHECKPOINTS/step_000000
+    python -m launch.convert import SOURCE CHECKPOINTS          parameters only, as CHECKPOINTS/step_000000
     python -m launch.convert export CHECKPOINT OUT --model DIR  config and tokenizer come from DIR
-    python -m launch.convert verify SOURCE HF_DIR               SOURCE is a checkpoint or a Hugging Face directory
+    python -m launch.convert verify SOURCE HF_DIR               the comparison, bit for bit
 
+A SOURCE is a Hugging Face directory, Megatron's torch_dist checkpoint (import takes its config.json from --model DIR),
+or, to verify, a checkpoint.
 One process is enough for a model of any size (files are mapped, written one at a time); under torchrun the files are
 shared out. Exit code 0: done, equal; 1: different; 2: bad input, one message.
 """
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from parallel.device import Device
     from parallel.family import ModelShape
     from parallel.layout import Layout
+    from parallel.torch_dist import TorchDist
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch.convert", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="import | export | verify")
 
-    importer = commands.add_parser("import", help="Hugging Face directory -> checkpoint of parameters")
-    importer.add_argument("source", type=Path, metavar="HF_DIR")
+    importer = commands.add_parser("import", help="Hugging Face or torch_dist directory -> checkpoint of parameters")
+    importer.add_argument("source", type=Path, metavar="SOURCE")
     importer.add_argument("out", type=Path, metavar="CHECKPOINTS", help="directory that gets step_000000")
+    importer.add_argument("--model", type=Path, help="directory with config.json, for a torch_dist checkpoint")
     importer.set_defaults(run=run_import)
 
     exporter = commands.add_parser("export", help="checkpoint -> Hugging Face directory")
@@ -98,17 +102,19 @@ def _leave(job: Job) -> None:
 
 
 def run_import(options: argparse.Namespace, job: Job) -> int:
-    from parallel.agree import on_first
     from parallel.checkpoint import save
-    from parallel.family import kinds, read_config
-    from parallel.hf import read_index
+    from parallel.family import kinds, model_shape, read_config
+    from parallel.torch_dist import find_torch_dist
 
-    index = on_first(lambda: read_index(options.source), job.rank, job.group)
-    source, stores = _hf_source(index, job)
-    small = {"step": 0, "source": str(options.source), "config": read_config(options.source)}
+    if options.model is None and find_torch_dist(options.source):
+        raise ValueError(f"{options.source}: a torch_dist checkpoint; give --model DIR with the model's config.json")
+    model = options.model or options.source
+    shape = model_shape(read_config(model), str(model / "config.json"))
+    source, stores = _source(options.source, "parameters", shape, job)
+    small = {"step": 0, "source": str(options.source), "config": read_config(model)}
     states = {"parameters": (source.pieces(job.rank), stores)}
-    path = save(options.out, 0, kinds(index.shape), states, small, job.rank, job.group)
-    job.say(f"{path}: {len(index.tensors)} tensors, {source.dtype}")
+    path = save(options.out, 0, kinds(shape), states, small, job.rank, job.group)
+    job.say(f"{path}: {source.name}, {source.dtype}")
     return 0
 
 
@@ -132,17 +138,13 @@ def run_export(options: argparse.Namespace, job: Job) -> int:
 def run_verify(options: argparse.Namespace, job: Job) -> int:
     """Move the source into the layout of the directory's files, round by round, and compare the bytes."""
     from parallel.agree import each, gather, on_first
-    from parallel.checkpoint import MARKER
     from parallel.hf import hf_layouts, read_index, read_stores
     from parallel.reshard import Resharder
     from parallel.reshard_plan import plan
     from parallel.tensor_file import host_bytes
 
     index = on_first(lambda: read_index(options.hf), job.rank, job.group)
-    if (options.source / MARKER).exists():
-        source, stores = _checkpoint_source(options.source, options.state, index.shape, job)
-    else:
-        source, stores = _hf_source(on_first(lambda: read_index(options.source, index.shape), job.rank), job)
+    source, stores = _source(options.source, options.state, index.shape, job)
     if source.dtype != index.dtype:
         job.say(f"different: {options.source} holds {source.dtype}, {options.hf} {index.dtype}")
         return 1
@@ -160,6 +162,37 @@ def run_verify(options: argparse.Namespace, job: Job) -> int:
     for name in wrong[:10]:
         job.say(f"  {name}")
     return 1 if wrong else 0
+
+
+def _source(path: Path, state: str, shape: ModelShape, job: Job) -> tuple[Layout, dict[str, torch.Tensor]]:
+    """Layout and stores of a checkpoint, a torch_dist checkpoint or a Hugging Face directory."""
+    from parallel.agree import on_first
+    from parallel.checkpoint import MARKER
+    from parallel.hf import read_index
+    from parallel.torch_dist import find_torch_dist, read_torch_dist
+
+    if (path / MARKER).exists():
+        return _checkpoint_source(path, state, shape, job)
+    if directory := find_torch_dist(path):
+        found = on_first(lambda: read_torch_dist(directory, shape), job.rank, job.group)
+        return _torch_dist_source(found, shape, job)
+    return _hf_source(on_first(lambda: read_index(path, shape), job.rank, job.group), job)
+
+
+def _torch_dist_source(found: TorchDist, shape: ModelShape, job: Job) -> tuple[Layout, dict[str, torch.Tensor]]:
+    """All files of a torch_dist checkpoint, mapped and dealt to the ranks."""
+    from parallel.agree import each
+    from parallel.boxes import cover_gap, disjoint
+    from parallel.family import kinds
+    from parallel.layout import Layout
+
+    dealt = [list(found.chunks)[rank :: job.world] for rank in range(job.world)]
+    held = [[piece for name in files for _, row in found.chunks[name] for piece in row] for files in dealt]
+    parts = [tuple(row) for row in disjoint(held, kinds(shape))]
+    if gap := cover_gap([piece for row in parts for piece in row], kinds(shape)):
+        raise ValueError(f"{found.path}: does not hold the whole model of config.json: {gap}")
+    stores = each(lambda: {k: v for name in dealt[job.rank] for k, v in found.stores(name).items()}, job.group)
+    return Layout(str(found.path), kinds(shape), tuple(range(job.world)), parts.__getitem__, found.dtype), stores
 
 
 def _hf_source(index: Any, job: Job) -> tuple[Layout, dict[str, torch.Tensor]]:

@@ -121,7 +121,8 @@ def connect(config: Config, inputs: Inputs, rank: int, world: int) -> tuple[Devi
     degrees = (train.tp, train.pp, train.vpp, train.cp, train.ep, train.etp or train.tp)
     device = pick(config.runtime.device, int(os.environ["LOCAL_RANK"]))
     grids = TrainGrid(world, *degrees, train.order), RolloutGrid(world, rollout.tp, rollout.dp, rollout.expert_parallel)
-    groups = make_groups(*grids, device, config.runtime.deadline_s or 1800.0)
+    patience_s = (config.runtime.deadline_s or 1800.0) + 60.0  # the watchdog speaks first: it knows who is silent
+    groups = make_groups(*grids, device, patience_s)
     run_dir = RunDir.open(config.run_dir, options.to_toml(config), rank, world, groups.host)
     setup_logging(run_dir, run_dir.started)
     log.info(groups.describe())

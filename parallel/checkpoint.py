@@ -35,7 +35,7 @@ from parallel.plain_values import frozen, read_value, write_value
 from parallel.tensor_file import parse_json, sync_directory, write, write_bytes
 
 log = logging.getLogger(__name__)
-MARKER, TORN, FORMAT = "complete.json", "torn.json", 1
+MARKER, TORN, FORMAT = "complete.json", "torn.json", 2
 
 State = tuple[Sequence[Piece], dict[str, torch.Tensor]]
 """The pieces of this rank and the stores they are in (contiguous, all of one dtype)."""
@@ -55,7 +55,7 @@ class Marker:
     states: dict[str, str]
     """State -> dtype."""
     files: dict[str, tuple[int, str, str]]
-    """Name -> (bytes, sha256, sha256 of the header)."""
+    """Name -> (bytes, hash of the bytes by tensor_file.Hasher, sha256 of the header)."""
     versions: dict[str, str]
     format: int = FORMAT
 
@@ -104,8 +104,15 @@ def save(
 
 
 def _clear(part: Path) -> None:
-    shutil.rmtree(part, ignore_errors=True)
+    _remove(part)
     part.mkdir(parents=True)
+
+
+def _remove(path: Path) -> None:
+    """A directory, or a file that lies in its place; what cannot be removed stays."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.is_file() or path.is_symlink():
+        path.unlink()
 
 
 def _write_rank(
@@ -146,14 +153,14 @@ def _commit(part: Path, final: Path, marker: Marker) -> None:
     sync_directory(part)
     old = final.with_name(f"{final.name}.old")
     if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
         final.rename(old)
     part.rename(final)
     sync_directory(root)
     body = json.dumps(vars(replace(marker, serial=serial))).encode()
     write_bytes(final / MARKER, body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n")
     write_bytes(root / "latest", f"{final.name}\n".encode())
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
 
 
 def prune(root: str | Path, keep: int, keep_every: int = 0) -> list[str]:
@@ -167,11 +174,12 @@ def prune(root: str | Path, keep: int, keep_every: int = 0) -> list[str]:
     removed = []
     for path in sorted(Path(root).glob("*step_*")) if found else []:
         if path not in kept:
-            trash = path.with_name(f".{path.name.lstrip('.')}.trash")
-            if path != trash:
-                shutil.rmtree(trash, ignore_errors=True)
+            trash = path
+            if not path.name.endswith(".trash"):
+                trash = path.with_name(f".{path.name.lstrip('.')}.trash")
+                _remove(trash)
                 path.rename(trash)  # so that a half-removed directory has no name that counts
-            shutil.rmtree(trash, ignore_errors=True)
+            _remove(trash)
             removed.append(path.name)
     return removed
 

@@ -18,7 +18,18 @@ import torch.distributed as dist
 
 from parallel.agree import each, gather, on_first
 from parallel.boxes import cover_gap, disjoint
-from parallel.checkpoint import MARKER, TORN, Marker, State, Torn, common_dtype, find, read_marker
+from parallel.checkpoint import (
+    MARKER,
+    TORN,
+    Marker,
+    State,
+    Torn,
+    common_dtype,
+    find,
+    load_own,
+    load_small,
+    read_marker,
+)
 from parallel.device import Device
 from parallel.layout import Kind, Layout, Piece
 from parallel.reshard import Resharder
@@ -46,8 +57,17 @@ def restore(
     directory = Path(directory)
     marker = on_first(lambda: read_marker(directory), rank, group)
     check_kinds(directory, marker, kinds)
+    agreed(lambda: (load_small(directory), load_own(directory, rank)), group)  # the caller reads them, after this
     for state, (pieces, stores) in states.items():
         _Restore(directory, marker, state, kinds, rank, group, device).run(pieces, stores)
+
+
+def agreed(function: Callable[[], T], group: Any) -> T:
+    """`function` on all ranks; whatever is wrong with a file on any rank is Torn on all."""
+    try:
+        return each(function, group)
+    except (ValueError, OSError) as error:
+        raise Torn(str(error)) from error
 
 
 def check_kinds(directory: Path, marker: Marker, kinds: dict[str, Kind]) -> None:
@@ -123,7 +143,7 @@ class _Restore:
             raise ValueError(f"{self.directory}: state {self.state} was saved as {dtype}, the model has {other.pop()}")
         names += [NO_FILE] * (-len(names) % world)
         rounds = [names[i : i + world] for i in range(0, len(names), world)]
-        headers = self._agreed(lambda: [self._header(row[self.rank]) for row in rounds])
+        headers = agreed(lambda: [self._header(row[self.rank]) for row in rounds], self.group)
         held = list(zip(*gather([_pieces(header) for header in headers], self.group), strict=True))
         if len(rounds) == 1 and all(gather(_same(headers[0], pieces, stores), self.group)):
             self._read(rounds[0][self.rank], headers[0], stores)
@@ -149,13 +169,6 @@ class _Restore:
         """Where the group can exchange: gloo alone knows the host only."""
         return Device("cpu") if dist.is_initialized() and dist.get_backend(self.group) == "gloo" else self.device
 
-    def _agreed(self, function: Callable[[], T]) -> T:
-        """`function` on all ranks; whatever is wrong with a file on any rank is Torn on all."""
-        try:
-            return each(function, self.group)
-        except (ValueError, OSError) as error:
-            raise Torn(str(error)) from error
-
     def _header(self, name: str) -> Header:
         if name == NO_FILE:
             return Header({}, {}, 0, "")
@@ -169,7 +182,7 @@ class _Restore:
             if name and read(self.directory / name, header, stores, hashed=True) != self.marker.files[name][1]:
                 raise ValueError(f"{self.directory / name}: damaged, its hash does not match")
 
-        self._agreed(checked)
+        agreed(checked, self.group)
 
 
 def _pieces(header: Header) -> tuple[Piece, ...]:

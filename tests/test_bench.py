@@ -85,6 +85,16 @@ def test_rows_of_one_model(row, tmp_path):
     assert all(name in done.stdout for name in names[row])
 
 
+def test_checkpoint_row_saves_and_loads(tmp_path, capsys):
+    """That it measures, not how fast: figures belong to the command."""
+    assert main(["checkpoint", "--gb", "0.02", "--repeat", "2", "--dir", str(tmp_path)]) == 0
+    save, load = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    for row in (save, load):
+        value, floor, ratio = map(float, row[2:5])
+        assert value > 0 and floor > 0 and ratio == pytest.approx(value / floor, rel=0.01)
+    assert not list(tmp_path.iterdir())
+
+
 def test_step_row_tells_shares_and_leaves_out_the_first_step(tmp_path, capsys):
     model = write_model(tmp_path / "model")
     rows = [{"timing_s/step": s, "timing_s/gen": s / 4} for s in (90.0, 2.0, 4.0, 3.0)]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.boxes import cover_gap, disjoint
-from parallel.checkpoint import save
+from parallel.checkpoint import load_small, save
 from parallel.device import Device
 from parallel.layout import elements
 from parallel.restore import restore
@@ -159,3 +159,54 @@ def _save_then_resume_sgd(rank: int, directory: str, root: str, train: dict) -> 
         assert optimizer_steps(model) == 0
         set_optimizer_steps(model, 3)
         return list(states)
+
+
+# -- onto another number of ranks, with context and expert tensor parallelism
+
+
+def _save_alone(rank: int, directory: str, root: str, layout: dict) -> tuple[float, float]:
+    with cases.world():
+        model, table, case = _model(Path(directory), layout)
+        _steps(model, case, 2)
+        states = training_state(model, table, rank)
+        small = {"steps": optimizer_steps(model), "scheduler": model.scheduler.state_dict()}
+        save(root, 2, table.kinds, states, small, rank, None)
+        whole = _logical(table, states)
+        if rank == 0:
+            torch.save(whole, f"{root}/whole.pt")
+        return _steps(model, case, 1)[0]
+
+
+def _restore_alone(rank: int, directory: str, root: str, layout: dict) -> tuple[float, float]:
+    with cases.world():
+        model, table, case = _model(Path(directory), layout)
+        states = training_state(model, table, rank)
+        _destroy(model, states)
+        path = f"{root}/step_000002"
+        restore(path, table.kinds, states, rank, None, Device("cpu"))
+        after_restore(model)
+        set_optimizer_steps(model, load_small(path)["steps"])
+        model.scheduler.load_state_dict(load_small(path)["scheduler"])
+        found, whole = _logical(table, states), torch.load(f"{root}/whole.pt")
+        assert found.keys() == whole.keys() and all(torch.equal(found[key], whole[key]) for key in whole)
+        return _steps(model, case, 1)[0]
+
+
+WORLDS = {
+    "EP2 on 2 -> TP2 CP2 on 4": (2, EP2, 4, dict(tp=2, etp=1, cp=2)),
+    "TP2 PP2 EP2 on 4 -> CP2 on 2": (4, dict(tp=2, etp=1, pp=2, ep=2), 2, dict(cp=2)),
+    "CP2 on 2 -> 1": (2, dict(cp=2), 1, {}),
+    "1 -> TP2 ETP2 on 2": (1, {}, 2, dict(tp=2, etp=2)),
+    "TP2 ETP2 PP2 on 4 -> PP2 VPP2 on 2": (4, dict(tp=2, etp=2, pp=2), 2, dict(pp=2, vpp=2)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", WORLDS)
+def test_state_goes_on_with_another_number_of_ranks(tmp_path, case):
+    """Bit-equal as logical tensors after loading; loss and gradient norm of the next step within 1e-5."""
+    before, source, after, target = WORLDS[case]
+    directory, root = cases.prepare("moe", tmp_path / "case"), str(tmp_path / "out")
+    loss, norm = run_ranks(before, _save_alone, str(directory), root, source, timeout_s=400)[0]
+    for again, norm2 in run_ranks(after, _restore_alone, str(directory), root, target, timeout_s=400):
+        assert abs(loss - again) <= 1e-5 * max(1, abs(loss)) and abs(norm - norm2) <= 1e-5 * max(1, norm)
