@@ -39,6 +39,7 @@ AREAS: dict[str, list[str]] = {
         "slurm*",
         "ranks*",
     ],
+    "npu": ["npu*"],
     "moe": ["moe*", "replay*", "routes*", "expert*"],
 }
 
