@@ -119,7 +119,9 @@ def build(
     check(config, shape, grid, device)
     repair(device, config.train.npu_adaptor)
     with on_device(device):
-        _initialize(grid, config, device)
+        groups = _initialize(grid, config)
+        if device.kind == "npu":
+            meet(groups, device)
         tconfig = TransformerConfig(**{**transformer_fields(config, shape, grid, device), **transformer})
         if shape.rope_scaling:
             set_yarn(tconfig, shape.rope_scaling, shape.max_positions)
@@ -154,7 +156,7 @@ def build(
     )
 
 
-def _initialize(grid: TrainGrid, config: Config, device: Device) -> None:
+def _initialize(grid: TrainGrid, config: Config) -> list[ProcessGroup]:
     """Megatron's process groups, checked against the grid, and its random number generators."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -180,9 +182,8 @@ def _initialize(grid: TrainGrid, config: Config, device: Device) -> None:
     }
     members = {name: torch.distributed.get_process_group_ranks(group) for name, group in groups.items()}
     check_members(torch.distributed.get_rank(), grid, members)
-    if device.kind == "npu":
-        meet(groups.values(), device)
     model_parallel_cuda_manual_seed(config.seed + 1)
+    return list(groups.values())
 
 
 def _build_chunks(

@@ -37,6 +37,12 @@ def test_options_hold_for_128_ranks(job):
         check_world(config, 64)
 
 
+def test_mindspeed_is_for_npu_only(job):
+    check(load([RECIPE, "train.npu_adaptor=mindspeed"]))
+    with pytest.raises(ValueError, match="npu_adaptor"):
+        check(load([RECIPE, "train.npu_adaptor=mindspeed", "runtime.device=cuda"]))
+
+
 def test_plan_says_that_it_fits(job, capsys):
     assert main(["job", RECIPE, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
