@@ -104,7 +104,7 @@ def offload(bench: Bench) -> Iterator[Figure]:
     state = TrainOffload(model)
     pinning = time.perf_counter() - began
     probe = Arena(model.buffers[0].param_data, bench.device.kind != "cpu")
-    out = probe.nbytes / bench.seconds(probe.save, 5) / GB
+    out = probe.nbytes / bench.seconds(lambda: bench.device.to_host(probe.pairs()), 5) / GB
     back = probe.nbytes / bench.seconds(probe.load, 5) / GB
 
     def leave() -> None:

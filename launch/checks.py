@@ -60,10 +60,8 @@ CHOICES: tuple[tuple[str, str, str], ...] = (
     ("train.optimizer.min_lr", "train.optimizer.lr_schedule", "linear cosine"),
     ("rollout.compare_at_start", "rollout.sync_plan", "planned"),
     ("rollout.verify_every_steps", "rollout.sync_plan", "planned"),
-    ("train.optimizer.beta1", "train.optimizer.kind", "adam"),
-    ("train.optimizer.beta2", "train.optimizer.kind", "adam"),
-    ("train.optimizer.eps", "train.optimizer.kind", "adam"),
-    ("train.optimizer.cpu_offload", "train.optimizer.kind", "adam"),
+    ("train.npu_adaptor", "runtime.device", "npu"),
+    *((f"train.optimizer.{name}", "train.optimizer.kind", "adam") for name in ("beta1", "beta2", "eps", "cpu_offload")),
 )
 """(option, the choice it belongs to, values that use it)."""
 

@@ -114,6 +114,8 @@ class TrainConfig:
     """Activation recomputation; full stores one activation per layer."""
     spec: Literal["torch", "te"] = "torch"
     """Layer implementation: plain torch on every platform, or TransformerEngine when installed."""
+    npu_adaptor: Literal["torch_npu", "mindspeed"] = "torch_npu"
+    """What lets Megatron run on npu: torch_npu's transfer_to_npu, or MindSpeed with the versions it pairs with."""
     offload: list[Literal["params", "optimizer"]] = field(default_factory=list)
     """Training state that moves to the host while the engine generates."""
     log_prob_chunk_tokens: int = 4096

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel import npu
+
 
 class CoreAttention(nn.Module):
     """Megatron's `core_attention` contract for packed sequences ("thd"); q [t, heads, d], k and v [t, groups, d]."""
@@ -34,7 +36,7 @@ class CoreAttention(nn.Module):
         if self.cp.size() > 1:
             rank, size = self.cp.rank(), self.cp.size()
             rows, cu_q, cu_k = context_segments(tuple(cu_q.tolist()), rank, size)
-            rows, cu_q, cu_k = rows.to(k.device), cu_q.to(k.device), cu_k.to(k.device)
+            rows = rows.to(k.device)
             max_q = max_k // (2 * size)
             k = _AllGatherTokens.apply(k, self.cp)[rows]
             v = _AllGatherTokens.apply(v, self.cp)[rows]
@@ -48,7 +50,7 @@ def packed_attention(
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         return _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale)
     if q.device.type == "npu":
-        return _npu(q, k, v, cu_q, cu_k, scale)
+        return npu.attention(q, k, v, cu_q, cu_k, scale)
     starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
     parts = []
     for i in range(len(starts_q) - 1):
@@ -88,27 +90,7 @@ def _varlen(
         arguments = {**arguments, "enable_gqa": repeat > 1}
     elif repeat > 1:
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    return kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, **arguments)
-
-
-def _npu(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> Tensor:
-    """Fused attention in TND layout; sparse mode 3 is causal with the ends aligned (mask of 2048 x 2048)."""
-    import torch_npu
-
-    hidden = torch.ones(2048, 2048, dtype=torch.bool, device=q.device).triu(1)
-    return torch_npu.npu_fusion_attention(
-        q,
-        k,
-        v,
-        q.size(1),
-        input_layout="TND",
-        atten_mask=hidden,
-        sparse_mode=3,
-        scale=scale,
-        keep_prob=1.0,
-        actual_seq_qlen=cu_q[1:].tolist(),
-        actual_seq_kvlen=cu_k[1:].tolist(),
-    )[0]
+    return kernel(q, k, v, cu_q.to(q.device), cu_k.to(q.device), max_q, max_k, scale=scale, **arguments)
 
 
 def zigzag_rows(length: int, rank: int, size: int) -> list[int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
@@ -40,6 +42,16 @@ class Device:
     def synchronize(self) -> None:
         if self.runtime:
             self.runtime.synchronize(self.index)
+
+    def to_host(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy each (device tensor, host tensor) pair, and return when the last byte has arrived.
+
+        Copies to page-locked memory only start with copy_(non_blocking=True). Whoever reads them, or frees the source,
+        without waiting gets old numbers now and then, and no error: so every such copy goes through here.
+        """
+        for here, there in copies:
+            there.copy_(here, non_blocking=True)
+        self.synchronize()
 
     def empty_cache(self) -> None:
         if self.runtime:
@@ -74,11 +86,26 @@ def _resident_bytes() -> int:
 
 def present() -> list[str]:
     """Accelerators with at least one usable device; imports torch_npu where it is installed."""
-    kinds = ["cuda"] if torch.cuda.is_available() else []
-    if importlib.util.find_spec("torch_npu"):
+    return [kind for kind in ("cuda", "npu") if _usable(kind)]
+
+
+def _usable(kind: str) -> bool:
+    """torch.version says what torch was built for: on an Ascend host torch.cuda.is_available() may be True, once
+    something has put torch.npu in the place of torch.cuda (transfer_to_npu does).
+
+    ValueError when torch_npu is installed but cannot be loaded.
+    """
+    if kind == "cuda":
+        return torch.version.cuda is not None and torch.cuda.is_available()
+    if not importlib.util.find_spec("torch_npu"):
+        return False
+    try:
         importlib.import_module("torch_npu")
-        kinds += ["npu"] if torch.npu.is_available() else []
-    return kinds
+    except (ImportError, OSError) as error:
+        raise ValueError(
+            f"torch_npu is installed but cannot be loaded: {error}. Source CANN's set_env.sh, or set runtime.device"
+        ) from error
+    return bool(torch.npu.is_available())
 
 
 def pick(kind: str = "auto", local_rank: int = 0) -> Device:
@@ -86,13 +113,13 @@ def pick(kind: str = "auto", local_rank: int = 0) -> Device:
 
     ValueError names runtime.device when two kinds are present, or when the wanted one is not.
     """
-    kinds = present()
     if kind == "auto":
+        kinds = present()
         if len(kinds) > 1:
             raise ValueError(f"runtime.device = auto finds {' and '.join(kinds)}; set runtime.device to one of them")
         kind = kinds[0] if kinds else "cpu"
-    elif kind != "cpu" and kind not in kinds:
-        raise ValueError(f"runtime.device = {kind}, but torch finds {' and '.join(kinds) or 'only a cpu'}")
+    elif kind != "cpu" and not _usable(kind):
+        raise ValueError(f"runtime.device = {kind}, but torch finds {' and '.join(present()) or 'only a cpu'}")
     device = Device(kind, 0 if kind == "cpu" else local_rank)
     if device.runtime:
         count = device.runtime.device_count()

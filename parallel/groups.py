@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from parallel.device import Device
@@ -33,13 +34,26 @@ def make_groups(train: TrainGrid, rollout: RolloutGrid, device: Device, timeout_
     """
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        device_id = None if device.kind == "cpu" else device.torch
+        device_id = device.torch if device.kind == "cuda" else None  # hccl connects when it is first used: see meet
         dist.init_process_group(device.backend, timeout=timeout, device_id=device_id)
     world = dist.get_world_size()
     if not world == train.world == rollout.world:
         raise ValueError(f"launched {world} ranks; training is laid out on {train.world}, rollout on {rollout.world}")
     host = dist.group.WORLD if device.kind == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
     return Groups(train, rollout, dist.group.WORLD, host, dist.get_rank())
+
+
+def meet(groups: Iterable[dist.ProcessGroup], device: Device) -> None:
+    """One sum in every group of more than one rank, in the same order on all ranks.
+
+    hccl connects a group at its first collective, which can hang when ranks come to several groups in different orders
+    (AReaL issue 1254); here they meet before anything depends on them.
+    """
+    one = torch.ones(1, device=device.torch)
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(one, group=group)
+            device.synchronize()
 
 
 def describe(rank: int, train: TrainGrid, rollout: RolloutGrid) -> str:

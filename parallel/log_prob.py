@@ -52,7 +52,7 @@ class _LogProbs(torch.autograd.Function):
         total, weighted, chosen = (torch.zeros_like(top) for _ in range(3))
         for part in _chunks(num, chunk, weight.size(0)):
             logits = hidden[part] @ weight.t()
-            statistics = _kernels().statistics if logits.is_cuda else _statistics
+            statistics = _kernels().statistics if logits.device.type == "cuda" else _statistics
             statistics(logits, labels[part], temperature, top[part], total[part], weighted[part], chosen[part])
         sums = _combine(top, total, weighted, chosen, group)
         highest, total, weighted, chosen = sums
@@ -68,7 +68,7 @@ class _LogProbs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for part in _chunks(hidden.size(0), ctx.chunk, weight.size(0)):
             logits = hidden[part] @ weight.t()
-            gradient = _kernels().gradient if logits.is_cuda else _gradient
+            gradient = _kernels().gradient if logits.device.type == "cuda" else _gradient
             rows = (lse[part], mean[part], grad_logp[part], grad_entropy[part])
             grad = gradient(logits, labels[part], ctx.temperature, *rows)
             grad_hidden[part] = grad @ weight

@@ -4,14 +4,16 @@
     literals: device="cuda", Tensor.cuda(), tensor.type() == "torch.cuda.X"    one TorchFunctionMode, likewise
     Megatron functions without a cpu branch                              replaced once, by `repair`
 
-On cuda `te_general_gemm`, the packed rotary embedding and a needless sort are replaced. On npu,
-torch_npu's own transfer_to_npu does the first two.
+On cuda `te_general_gemm`, the packed rotary embedding and a needless sort are replaced. On npu, torch_npu's own
+transfer_to_npu does the first two, apart from the type name; MindSpeed's adaptor (train.npu_adaptor) does them as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,10 +21,15 @@ import megatron.core
 import torch
 from torch.overrides import TorchFunctionMode
 
+from parallel import npu
 from parallel.device import Device
 from parallel.rope import packed_rope
 
 TESTED = "0.16.1"
+MINDSPEED = "0.16.0"
+"""Megatron-core of MindSpeed's branch core_r0.16.0, the nearest one; it pairs with torch 2.7.1, torch_npu 26.0.0 (the
+release that carries torch_npu 2.7.1) and CANN 9.0.0, and so with another vLLM-Ascend than TESTED does.
+"""
 CPU = torch.device("cpu")
 
 
@@ -115,7 +122,7 @@ def on_device(device: Device) -> Iterator[None]:
                 setattr(torch.cuda, name, value)
 
 
-def repair(device: Device) -> None:
+def repair(device: Device, npu_adaptor: str = "torch_npu") -> None:
     """Replace what is missing in Megatron for this device; once is enough, again is harmless.
 
     RuntimeError on a Megatron version for which the replacements were not checked.
@@ -128,23 +135,26 @@ def repair(device: Device) -> None:
         if megatron.core.__version__ == TESTED:  # on others Megatron's own, slower
             _replace_slow_parts()
         return
-    if megatron.core.__version__ != TESTED:
+    wanted = MINDSPEED if (device.kind, npu_adaptor) == ("npu", "mindspeed") else TESTED
+    if megatron.core.__version__ != wanted:
         raise RuntimeError(
-            f"megatron-core {megatron.core.__version__} on {device.kind}: parallel/megatron_cpu.py was checked "
-            f"with {TESTED}; install that version, or check each replacement there and change TESTED"
+            f"megatron-core {megatron.core.__version__} on {device.kind}: parallel/megatron_cpu.py was written for "
+            f"{wanted}; install that version, or check each replacement there and change the number"
         )
     if device.kind == "npu":
-        importlib.import_module("torch_npu.contrib.transfer_to_npu")
-        return
-    from megatron.core.tensor_parallel import mappings, random
+        _adapt_npu(npu_adaptor)
+    else:
+        _adapt_cpu()
+
+
+def _adapt_cpu() -> None:
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import token_dispatcher
 
     if not hasattr(mappings._gather_along_first_dim, "replaces"):
         mappings._gather_along_first_dim = _unequal_gather(mappings._gather_along_first_dim)
         mappings._reduce_scatter_along_first_dim = _unequal_reduce_scatter(mappings._reduce_scatter_along_first_dim)
-    # Bound to CUDA generators by name.
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    _replace_rng_state(torch.get_rng_state, torch.set_rng_state)
     # Its branch for cpu tensors forgets the conversion; gloo wants integers as split sizes.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -176,6 +186,45 @@ def _unequal_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         return total.split(list(sizes))[group.rank()].clone()
 
     return reduce_scatter
+
+
+def _adapt_npu(adaptor: str) -> None:
+    """torch.cuda becomes torch.npu for the rest of the process; the engine is there by then and keeps its imports."""
+    from megatron.core.transformer import mlp
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    if adaptor == "mindspeed":
+        _import_mindspeed()  # imports transfer_to_npu itself
+    else:
+        importlib.import_module("torch_npu.contrib.transfer_to_npu")
+    os.environ.setdefault("TORCH_NPU_DEVICE_CAPABILITY", "8.0")  # None otherwise, and torch's broadcast compares it
+    _replace_rng_state(torch.npu.get_rng_state, torch.npu.set_rng_state)
+    mlp.bias_swiglu_impl = npu.bias_swiglu
+    counted = TopKRouter._apply_expert_bias  # the one compiled function that is left on our path
+    TopKRouter._apply_expert_bias = getattr(counted, "_torchdynamo_orig_callable", counted)
+
+
+def _import_mindspeed() -> None:
+    """Its adaptor reads sys.argv at import, where ours stands. ValueError says what to install."""
+    arguments = sys.argv
+    try:
+        sys.argv = arguments[:1]
+        importlib.import_module("mindspeed.megatron_adaptor")
+    except ImportError as error:
+        raise ValueError(
+            f"train.npu_adaptor = mindspeed, but MindSpeed cannot be imported ({error}). Install its branch "
+            f"core_r{MINDSPEED} with megatron-core {MINDSPEED}, or set train.npu_adaptor = torch_npu"
+        ) from error
+    finally:
+        sys.argv = arguments
+
+
+def _replace_rng_state(get: Callable[[], torch.Tensor], put: Callable[[torch.Tensor], None]) -> None:
+    """Megatron binds torch.cuda's at import: on another device its setter would only queue, for ever."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: get()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: put(state)
 
 
 def _replace_slow_parts() -> None:

@@ -27,7 +27,7 @@ from launch.config import Config
 from parallel.device import Device
 from parallel.family import ModelShape
 from parallel.grid import TrainGrid, stage_layers
-from parallel.groups import check_members
+from parallel.groups import check_members, meet
 from parallel.megatron_cpu import on_device, repair
 from parallel.megatron_layout import padded_vocab
 from parallel.megatron_options import (
@@ -117,9 +117,11 @@ def build(
     """
     transformer, optimizer, ddp = split_passthrough(config.train.megatron, config.train.spec)
     check(config, shape, grid, device)
-    repair(device)
+    repair(device, config.train.npu_adaptor)
     with on_device(device):
-        _initialize(grid, config)
+        groups = _initialize(grid, config)
+        if device.kind == "npu":
+            meet(groups, device)
         tconfig = TransformerConfig(**{**transformer_fields(config, shape, grid, device), **transformer})
         if shape.rope_scaling:
             set_yarn(tconfig, shape.rope_scaling, shape.max_positions)
@@ -154,7 +156,7 @@ def build(
     )
 
 
-def _initialize(grid: TrainGrid, config: Config) -> None:
+def _initialize(grid: TrainGrid, config: Config) -> list[ProcessGroup]:
     """Megatron's process groups, checked against the grid, and its random number generators."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -181,6 +183,7 @@ def _initialize(grid: TrainGrid, config: Config) -> None:
     members = {name: torch.distributed.get_process_group_ranks(group) for name, group in groups.items()}
     check_members(torch.distributed.get_rank(), grid, members)
     model_parallel_cuda_manual_seed(config.seed + 1)
+    return list(groups.values())
 
 
 def _build_chunks(
@@ -203,9 +206,20 @@ def _build_chunks(
             position_embedding_type="yarn" if shape.rope_scaling else "rope",
             rotary_base=shape.rope_theta,
             vp_stage=vp_stage,
-        ).to(device.torch)
+        )
+        _move(model, device)
         mark_parameters(model)
         yield model
+
+
+def _move(model: HiddenModel, device: Device) -> None:
+    """Module.to makes new parameters where torch cannot change a tensor's device in place, as on npu; Megatron's marks
+    on them, such as router.weight.sequence_parallel, would be lost without a word.
+    """
+    marks = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    model.to(device.torch)
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(marks[name])
 
 
 def _connect(
@@ -264,8 +278,7 @@ def snapshot(model: TrainModel) -> list[Tensor]:
     """Host copy of all parameters of this rank, for `swapped`."""
     pinned = model.device.kind != "cpu"
     hosts = [torch.empty(b.param_data.shape, dtype=b.param_data.dtype, pin_memory=pinned) for b in model.buffers]
-    for host, buffer in zip(hosts, model.buffers, strict=True):
-        host.copy_(buffer.param_data)
+    model.device.to_host((buffer.param_data, host) for host, buffer in zip(hosts, model.buffers, strict=True))
     return hosts
 
 

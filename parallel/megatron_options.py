@@ -172,7 +172,7 @@ def transformer_fields(config: Config, shape: ModelShape, grid: TrainGrid, devic
         # one batched send/receive mixes up the neighbours when the previous and the next stage are the same rank
         overlap_p2p_comm=grid.vpp > 1,
         batch_p2p_comm=grid.vpp == 1,
-        bias_activation_fusion=device.kind == "cuda",
+        bias_activation_fusion=device.kind != "cpu",
         bias_dropout_fusion=device.kind == "cuda",
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,

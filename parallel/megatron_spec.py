@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from parallel import npu
 from parallel.attention import CoreAttention
 
 
@@ -53,6 +54,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "npu":
+            return npu.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
 
 
@@ -80,7 +83,7 @@ def _swiglu(both: Tensor, probs: Tensor) -> Tensor:
 
 
 def _fused_swiglu(both: Tensor, probs: Tensor) -> Tensor:
-    return weighted_bias_swiglu_impl(both, None, probs)
+    return npu.swiglu(both, probs) if both.device.type == "npu" else weighted_bias_swiglu_impl(both, None, probs)
 
 
 def _parameter(config: TransformerConfig, *sizes: int) -> nn.Parameter:
@@ -92,35 +95,14 @@ def _parameter(config: TransformerConfig, *sizes: int) -> nn.Parameter:
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """x [t, k] in runs of counts[e] rows, weight [e, n, k] -> [t, n]."""
-    if x.size(0) == 0 or (x.is_cuda and x.dtype != torch.bfloat16):  # no tokens at all, or no kernel
+    kind = x.device.type
+    if x.size(0) == 0 or (kind == "cuda" and x.dtype != torch.bfloat16):  # no tokens at all, or no kernel
         return torch.cat([part @ w.t() for part, w in zip(x.split(counts.tolist()), weight, strict=True)])
-    if x.device.type == "npu":
-        return _NpuGroupedLinear.apply(x, weight, counts.to(x.device).cumsum(0))
+    if kind == "npu":
+        return npu.grouped_linear(x, weight, counts)
     ends = counts.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
     kernel = getattr(F, "grouped_mm", None) or torch._grouped_mm  # private until torch 2.12
     return kernel(x, weight.transpose(1, 2), offs=ends)
-
-
-class _NpuGroupedLinear(torch.autograd.Function):
-    """torch_npu.npu_grouped_matmul has no backward; group_type 0 splits rows, 2 splits the summed axis."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        return _npu_grouped(x, weight.transpose(1, 2), ends, 0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, ends = ctx.saved_tensors
-        return _npu_grouped(grad, weight, ends, 0), _npu_grouped(grad.t(), x, ends, 2), None
-
-
-def _npu_grouped(x: Tensor, weight: Tensor, ends: Tensor, group_type: int) -> Tensor:
-    import torch_npu
-
-    return torch_npu.npu_grouped_matmul(
-        [x], [weight], group_list=ends, group_type=group_type, group_list_type=0, split_item=3
-    )[0]
 
 
 def block_spec(config: TransformerConfig, num_layers: int, router: type = TopKRouter) -> TransformerBlockSubmodules:

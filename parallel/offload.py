@@ -35,17 +35,16 @@ class Arena:
         self.sizes = twin_sizes(flat.numel())
         self.host = [torch.empty(size, dtype=flat.dtype, pin_memory=pinned) for size in self.sizes]
 
-    def save(self) -> None:
-        """Starts the copy to the host; wait for the device before release()."""
-        for there, here in zip(self.host, self.flat.view(-1).split(self.sizes), strict=True):
-            there.copy_(here, non_blocking=True)
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(piece on the device, its place on the host)."""
+        yield from zip(self.flat.view(-1).split(self.sizes), self.host, strict=True)
 
     def release(self) -> None:
         self.flat.untyped_storage().resize_(0)
 
     def load(self) -> None:
         self.flat.untyped_storage().resize_(self.nbytes)
-        for there, here in zip(self.host, self.flat.view(-1).split(self.sizes), strict=True):
+        for here, there in self.pairs():
             here.copy_(there, non_blocking=True)
 
 
@@ -103,9 +102,7 @@ class TrainOffload:
         self.away = []
 
     def _move(self, arenas: Sequence[Arena]) -> None:
-        for arena in arenas:
-            arena.save()
-        self.device.synchronize()  # a release before the end of the copies would let others overwrite what is copied
+        self.device.to_host(pair for arena in arenas for pair in arena.pairs())
         for arena in arenas:
             arena.release()
         self.away += arenas

@@ -112,7 +112,7 @@ def feed(chunk: Any, routes: Tensor) -> None:
     of_chunk = [queue for _, queue in queues(chunk)]
     device = next(chunk.parameters()).device
     first, last = of_chunk[0].column, of_chunk[-1].column
-    moved = routes[:, first : last + 1].to(device, non_blocking=True).long()
+    moved = routes[:, first : last + 1].to(device, non_blocking=device.type == "cuda").long()
     for queue in of_chunk:
         queue.forward.append(moved[:, queue.column - first])
 

@@ -27,7 +27,7 @@ from parallel.grid import RolloutGrid
 from parallel.layout import Layout
 from rollout import routes, vllm_cpu, vllm_packed, vllm_params
 from rollout.batch import Request, Sample
-from rollout.engine_options import OWNED, engine_arguments, environment, model_stop_ids
+from rollout.engine_options import OWNED, check_allocator, engine_arguments, environment, model_stop_ids
 from rollout.expert_placement import aligned_expert_maps
 from rollout.schedule import Dealt, Progress, Queue, hand_out, longest_first
 from rollout.vllm_layout import vllm_layout
@@ -47,18 +47,19 @@ class Engine:
     ):
         if not dist.is_initialized():
             raise ValueError("the engine needs torch.distributed to be initialised: it runs in the job's own ranks")
-        if device.kind == "npu" and "expandable_segments:True" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", ""):
-            raise ValueError("unset PYTORCH_NPU_ALLOC_CONF=expandable_segments:True: vLLM-Ascend cannot sleep with it")
         self.config, self.grid, self.device = config, grid, device
         self.rank = dist.get_rank()
         self.coord = grid.coord(self.rank)
         stops = {*stop_token_ids, *config.rollout.stop_token_ids, *model_stop_ids(config.model.path)}
         self.stop_token_ids = sorted(stops)
         arguments = engine_arguments(config, shape, grid, device.kind)
+        check_allocator(arguments, os.environ, device.kind)
         os.environ |= environment(device.kind, grid)
         with _kept_environment(self.rank % grid.replica_size if grid.dp > 1 else self.rank), _kept_random_state(device):
             self._engine = _build(arguments, config.rollout.vllm, device.kind)
-        self._runner = self._engine.model_executor.driver_worker.worker.model_runner
+        worker = self._engine.model_executor.driver_worker.worker
+        self._sleep_level = vllm_params.sleep_level(worker) if config.rollout.sync_weights else 1
+        self._runner = worker.model_runner
         self.model = self._runner.get_model()
         self._capture = None
         if config.rollout.routing_replay == "R3" and device.kind == "cpu":
@@ -197,12 +198,13 @@ class Engine:
     # Memory. On cpu nothing is freed, the same calls are harmless.
 
     def sleep(self) -> None:
-        """Free the KV cache and the weights. Level 1 keeps a host copy, for runs that do not write new weights, and of
-        weights that are still to be compared."""
+        """Free the KV cache and the weights. Level 1 keeps a host copy, for runs that do not write new weights, of
+        weights that are still to be compared, and for workers that cannot do more.
+        """
         if not self._sleeps:
             return
         self._expert_state = routes.save_maps(self._runner)
-        self._engine.sleep(level=1 if self._must_keep or not self.config.rollout.sync_weights else 2)
+        self._engine.sleep(level=1 if self._must_keep else self._sleep_level)
         self._must_keep = False
 
     def wake_weights(self) -> None:

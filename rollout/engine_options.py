@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,6 @@ def engine_arguments(config: Config, shape: ModelShape, grid: RolloutGrid, kind:
         defaults |= dict(enable_sleep_mode=True)
     if kind == "cuda":
         defaults |= dict(moe_backend="triton")  # the only one that keeps experts in load layout
-    if kind == "npu":
-        defaults |= dict(additional_config={"weight_nz_mode": 0})  # else weights are re-tiled after loading
     ours = dict(
         model=config.model.path,
         skip_tokenizer_init=not rollout.stop,
@@ -70,7 +69,35 @@ def engine_arguments(config: Config, shape: ModelShape, grid: RolloutGrid, kind:
         ours |= dict(enable_eplb=True, eplb_config=experts | rollout.vllm.get("eplb_config", {}))
     if rollout.routing_replay == "R3":
         ours |= _routes_arguments(rollout.vllm, kind)
+    if kind == "npu":
+        ours |= _ascend_arguments(config, shape)
     return defaults | rollout.vllm | ours
+
+
+def _ascend_arguments(config: Config, shape: ModelShape) -> dict[str, Any]:
+    """What vLLM-Ascend takes beside EngineArgs. ValueError for what would move or re-tile weights behind our back."""
+    rollout = config.rollout
+    extra = dict(rollout.vllm.get("additional_config") or {})
+    for name in ("weight_nz_mode", "enable_fused_mc2"):
+        if extra.get(name):
+            raise ValueError(
+                f"rollout.vllm.additional_config.{name} = {extra[name]} stores weights in tiles (FRACTAL_NZ), which no "
+                "weight sync can write; leave it out"
+            )
+    if rollout.redundant_experts or extra.get("eplb_config"):
+        raise ValueError("rollout.redundant_experts = 0 on npu: vLLM-Ascend has an expert balancer of its own kind")
+    if shape.is_moe and rollout.sync_plan == "golden":
+        raise ValueError("rollout.sync_plan = golden cannot load npu's transposed experts; use sync_plan = planned")
+    return dict(additional_config=extra | {"weight_nz_mode": 0, "enable_fused_mc2": 0})
+
+
+def check_allocator(arguments: dict[str, Any], environment: Mapping[str, str], kind: str) -> None:
+    """ValueError when torch_npu's allocator is set to what vLLM-Ascend's sleep mode asserts against."""
+    setting = environment.get("PYTORCH_NPU_ALLOC_CONF", "")
+    if kind == "npu" and arguments["enable_sleep_mode"] and "expandable_segments:True" in setting:
+        raise ValueError(
+            f"PYTORCH_NPU_ALLOC_CONF = {setting}: vLLM-Ascend cannot sleep with expandable segments; unset the variable"
+        )
 
 
 def _routes_arguments(passed: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -97,9 +124,9 @@ def environment(kind: str, grid: RolloutGrid) -> dict[str, str]:
     if kind == "cuda":
         optional |= dict(VLLM_USE_FLASHINFER_SAMPLER="0")  # cannot return processed log-probs
     if kind == "npu":
-        fixed |= dict(VLLM_ASCEND_ENABLE_NZ="0")
-    if grid.dp > 1:
-        fixed |= dict(VLLM_USE_V2_MODEL_RUNNER="0")  # data parallelism with the new runner is unproved
+        fixed |= dict(VLLM_ASCEND_ENABLE_NZ="0", VLLM_ASCEND_ENABLE_FUSED_MC2="0")  # weights stay as they are loaded
+    if grid.dp > 1 or kind == "npu":  # data parallelism with the new runner is unproved; vLLM-Ascend falls back
+        fixed |= dict(VLLM_USE_V2_MODEL_RUNNER="0")
     return {name: value for name, value in optional.items() if name not in os.environ} | fixed
 
 

@@ -23,6 +23,7 @@ from rollout.batch import Sample, fetch_routes
 ExpertMap = tuple[tuple[int, ...], ...]
 """[layer][physical slot of the replica] -> logical expert."""
 
+MAP_DTYPES = (torch.int32, torch.int64)
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -178,18 +179,20 @@ def replica_maps(runner: Any, replica_size: int, group: Any = None) -> list[Expe
     return maps[::replica_size]
 
 
-def eplb_tensors(runner: Any) -> list[torch.Tensor]:
-    return [
-        value for state in model_states(runner) for value in vars(state).values() if isinstance(value, torch.Tensor)
-    ]
+def map_tensors(runner: Any) -> list[torch.Tensor]:
+    """vLLM's EPLB state, and integers that a module holds as a plain attribute, as vLLM-Ascend does expert maps."""
+    held = [value for state in model_states(runner) for value in vars(state).values()]
+    loose = [value for module in runner.get_model().modules() for value in vars(module).values()]
+    held += [value for value in loose if isinstance(value, torch.Tensor) and value.dtype in MAP_DTYPES]
+    return [value for value in held if isinstance(value, torch.Tensor)]
 
 
 def save_maps(runner: Any) -> list[torch.Tensor]:
     """Host copies of what level 2 sleep would lose: vLLM allocates these among the weights, and keeps buffers only."""
-    return [tensor.cpu().clone() for tensor in eplb_tensors(runner)]
+    return [tensor.cpu().clone() for tensor in map_tensors(runner)]
 
 
 @torch.inference_mode()  # vLLM's own updates have made some of them inference tensors
 def restore_maps(runner: Any, saved: Sequence[torch.Tensor]) -> None:
-    for tensor, copy in zip(eplb_tensors(runner), saved, strict=True):
+    for tensor, copy in zip(map_tensors(runner), saved, strict=True):
         tensor.copy_(copy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,11 @@ def experts_transposed(tensors: Mapping[str, torch.Tensor], hidden: int, on_npu:
     if hidden not in (rows, cols):
         raise ValueError(f"w13_weight of shape {tuple(w13.shape)} has no side of {hidden}: packed by a kernel?")
     return on_npu if rows == cols else rows == hidden
+
+
+def sleep_level(worker: Any) -> int:
+    """2 where the worker brings buffers back after it dropped them with the weights, as a sync needs; else 1."""
+    return 2 if hasattr(worker, "_sleep_saved_buffers") else 1
 
 
 def restore_transposed_experts(model: torch.nn.Module) -> None:

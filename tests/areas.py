@@ -60,6 +60,7 @@ AREAS: dict[str, list[str]] = {
         "slurm*",
         "ranks*",
     ],
+    "npu": ["npu*"],
     "moe": ["moe*", "replay*", "routes*", "expert*"],
 }
 

@@ -47,7 +47,7 @@ def records(run_dir: Path, attempt: int) -> list[dict]:
 @pytest.mark.parametrize("phase, rank", CASES)
 def test_killed_in_a_phase(tmp_path, options, whole, phase, rank):
     run_dir, fault = tmp_path / "run", {"FAULT": f"{PHASES[phase]} {rank} 2 kill"}
-    killed = run_job(run_dir, 2, *options, expect=None, script="tests/faulty_trainer.py", environment=fault)
+    killed = run_job(run_dir, 2, *options, expect=None, script="tests/faulty_trainer.py", env=fault)
     assert killed.code != 0 and "Signal 9" in killed.output, killed.output[-3000:]
     left = records(run_dir, 1)
     assert len(left) == 2 and not any(is_alive(record, identity()) for record in left), "a process stayed behind"
@@ -65,7 +65,7 @@ def test_killed_in_a_phase(tmp_path, options, whole, phase, rank):
 def test_the_first_failing_rank_is_what_the_user_sees(tmp_path, options):
     fault = {"FAULT": "update_actor 1 2 raise"}
     run_dir = tmp_path / "run"
-    job = run_job(run_dir, 2, *options, expect=None, script="tests/faulty_trainer.py", environment=fault)
+    job = run_job(run_dir, 2, *options, expect=None, script="tests/faulty_trainer.py", env=fault)
     assert job.status["state"] == "failed" and job.status["why"] == "rank 1: RuntimeError: injected in update_actor"
     assert "RuntimeError: injected in update_actor" in job.output and "strike(phase, how)" in job.output
     assert not any(is_alive(record, identity()) for record in records(run_dir, 1))
@@ -76,7 +76,7 @@ def test_the_first_failing_rank_is_what_the_user_sees(tmp_path, options):
 def test_a_hanging_rank_ends_all_with_stacks_and_phases(tmp_path, options):
     fault, run_dir = {"FAULT": "reward 1 2 hang"}, tmp_path / "run"
     limit = "runtime.deadline_s=40"
-    job = run_job(run_dir, 2, *options, limit, expect=None, script="tests/faulty_trainer.py", environment=fault)
+    job = run_job(run_dir, 2, *options, limit, expect=None, script="tests/faulty_trainer.py", env=fault)
     assert job.status["state"] == "failed" and "hang: phase " in job.status["why"], job.output[-3000:]
     logs = run_dir / "logs" / "attempt_1"
     stacks = [(logs / f"stacks_rank_{rank:03d}.txt").read_text() for rank in (0, 1)]

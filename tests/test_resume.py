@@ -82,7 +82,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, options, 
     run_dir = tmp_path / "cut"
     if cut.fault:
         fault = {"FAULT": cut.fault}
-        killed = run_job(run_dir, 2, *arguments, expect=None, script="tests/faulty_trainer.py", environment=fault)
+        killed = run_job(run_dir, 2, *arguments, expect=None, script="tests/faulty_trainer.py", env=fault)
         assert killed.code != 0 and "Signal 9" in killed.output, killed.output[-3000:]
     else:
         kill_after_checkpoint(run_dir, cut.saved, *arguments)

@@ -98,8 +98,11 @@ class State:
     model_name: str = "m"
 
 
-def runner_of(state, is_async=False):
-    return SimpleNamespace(eplb_state=SimpleNamespace(model_states={"m": state}, is_async=is_async))
+def runner_of(state, is_async=False, model=None):
+    return SimpleNamespace(
+        eplb_state=SimpleNamespace(model_states={"m": state}, is_async=is_async),
+        get_model=lambda: model or torch.nn.Module(),
+    )
 
 
 def test_expert_map_is_read_live_or_refused():
@@ -120,3 +123,14 @@ def test_maps_survive_a_sleep_that_loses_them():
     restore_maps(runner_of(state), saved)
     assert expert_map(runner_of(state)) == before and state.logical_to_physical_map.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert state.logical_to_physical_map.data_ptr() == addresses
+
+
+def test_maps_that_modules_hold_survive_too():
+    """vLLM-Ascend keeps them as plain attributes; parameters, buffers and other attributes are not its business."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].expert_map, model[0].cache = torch.tensor([1, -1, 0], dtype=torch.int32), torch.ones(4)
+    saved = save_maps(runner_of(State(), model=model))
+    assert len(saved) == 3
+    model[0].expert_map.fill_(9)
+    restore_maps(runner_of(State(), model=model), saved)
+    assert model[0].expert_map.tolist() == [1, -1, 0]
