@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from launch import config as options
 from launch.config import Config
-from launch.profiler import profile_flags
+from launch.debug import flags, flight_recorder, prepared
+from launch.nodes import bind_cpus
 
 if TYPE_CHECKING:
     from launch.runtime import RunDir
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from parallel.groups import Groups
     from reward import Scorer
     from rollout.prompts import PromptSet
+
+AFTER_WATCHDOG_S = 60.0
+"""Collectives give up this long after the watchdog, which says more than "timed out"."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +96,14 @@ def start(argv: list[str]) -> tuple[Config, Inputs, int, int]:
         os.environ[name] = value
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    bind_cpus(int(os.environ["LOCAL_RANK"]), os.environ.get("RANK_CPUS", ""))
     warnings.filterwarnings("ignore", module=r"(megatron|torch|vllm|transformers)\b")  # nothing that users can act on
     try:
-        argv = profile_flags(argv)
+        argv = flags(argv)
         if (text := options.answer(argv)) is not None:
             print(text)
             sys.exit(0)
-        config = options.load(argv)
+        config = prepared(options.load(argv))
         return config, read_inputs(config, world), rank, world
     except ValueError as error:
         sys.exit(refuse(error, rank))
@@ -115,7 +120,8 @@ def connect(config: Config, rank: int, world: int) -> tuple[Device, Groups, RunD
     degrees = (train.tp, train.pp, train.vpp, train.cp, train.ep, train.etp or train.tp)
     device = pick(config.runtime.device, int(os.environ["LOCAL_RANK"]))
     grids = TrainGrid(world, *degrees, train.order), RolloutGrid(world, rollout.tp, rollout.dp, rollout.expert_parallel)
-    groups = make_groups(*grids, device, config.runtime.deadline_s or 1800.0)
+    flight_recorder(config.run_dir, device.kind)
+    groups = make_groups(*grids, device, (config.runtime.deadline_s or 1800.0) + AFTER_WATCHDOG_S)
     run_dir = RunDir.open(config.run_dir, options.to_toml(config), rank, world, groups.host)
     setup_logging(run_dir, run_dir.started)
     return device, groups, run_dir

@@ -19,10 +19,14 @@ FIRST_RUNS = 3
 
 
 class WeightSync:
-    def __init__(self, source: Layout, target: Layout, options: RolloutConfig, rank: int, group: Any, device: Device):
+    def __init__(
+        self, source: Layout, target: Layout | None, options: RolloutConfig, rank: int, group: Any, device: Device
+    ):
+        """`target` None: there is no engine, and nothing runs."""
         self.source, self.options, self.rank, self.group, self.device = source, options, rank, group, device
         self.runs = 0
-        self.aim(target)
+        if target is not None:
+            self.aim(target)
 
     def aim(self, target: Layout) -> None:
         """Plan for a target layout, check that all ranks planned alike and that the exchange works. Collective."""

@@ -37,6 +37,8 @@ AREAS: dict[str, list[str]] = {
         "migrate*",
         "bench*",
         "slurm*",
+        "nodes*",
+        "debug*",
         "ranks*",
     ],
     "moe": ["moe*", "replay*", "routes*", "expert*"],
