@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import reward
+from launch import debug
 from launch.config import Config
 from launch.journal import Journal
 from launch.metrics import Metrics, add_agreement
@@ -51,6 +52,7 @@ from parallel.weight_sync import WeightSync
 from reward.advantage import KLController, keep_groups
 from reward.experience import Experience
 from reward.loss import policy_loss
+from rollout import recorded
 from rollout.batch import Sample, gather, requests
 from rollout.collect import Collector
 from rollout.engine import Engine
@@ -81,7 +83,8 @@ class Trainer:
         with self.phase("build"):
             stages = (train.first_stage_layers, train.last_stage_layers)
             self.layout = megatron_layout(inputs.shape, groups.train, *stages, dtype=train.dtype)
-            self.engine = Engine(config, inputs.shape, groups.rollout, device, inputs.stop_ids)
+            engine = (config, inputs.shape, groups.rollout, device, inputs.stop_ids)
+            self.engine: Any = recorded.NoEngine() if config.runtime.replay else Engine(*engine)
             self.engine.place_experts(inputs.shape, self.layout)
             run_dir.note_process()  # with the engine's shared memory, for the next start if this one is killed
             self.engine.sleep()  # the device is the training side's until the first sync
@@ -110,6 +113,7 @@ class Trainer:
         self.journal = Journal(config, run_dir, inputs.shape, device, groups.host, inputs.total_steps, self.phases)
         self.profiler = Profiler(config.log, run_dir.path, self.rank, device.kind)
         self.collector = Collector(inputs.prompts, config, keep_groups)
+        self.score = partial(reward.score_samples, inputs.scorer, inputs.tokenizer)
 
     @property
     def updates_per_rollout(self) -> int:
@@ -122,21 +126,21 @@ class Trainer:
         started, metrics = time.monotonic(), Metrics()
         with self.phase("start_profile"):
             self.profiler.start(step)
-        self.sync()
-        with self.phase("gen"):
-            samples, sampling = self.collector.collect(partial(self.sample, step, metrics))
-            self.phases.to_training()
+        samples, sampling = self.rollout(step, metrics)
         for name, value in sampling.items():
             metrics.add(name, value)
         batch = Experience.of(samples)
         updates = self.plan_updates(batch)
+        if self.config.runtime.rollout_only:
+            self.judge(batch, step)
+            return self.log(step, batch, updates, metrics, time.monotonic() - started)
         self.deliver_routes(samples, updates)
         if self.needs_old_pass:
             with self.phase("old_log_prob"):
                 batch.fields["old_logprobs"] = self.log_probs(batch, updates, self.replay.scoring)
         if self.reference is not None:
-            with self.phase("ref"):
-                batch.fields["ref_logprobs"] = self.reference_log_probs(batch, updates)
+            with self.phase("ref"), swapped(self.model, self.reference):
+                batch.fields["ref_logprobs"] = self.log_probs(batch, updates)
         with self.phase("adv"):
             self.judge(batch, step)
         with self.phase("update_actor"):
@@ -148,6 +152,19 @@ class Trainer:
         self.log(step, batch, updates, metrics, seconds)
         if self.keeper.is_due(step):
             self.save(step)
+
+    def rollout(self, step: int, metrics: Metrics) -> tuple[list[Sample], dict[str, float]]:
+        """The samples of the step on every rank, generated or read again, and how they were sampled."""
+        runtime, place = self.config.runtime, (self.rank, self.groups.train.world)
+        if runtime.replay:
+            with self.phase("gen"):
+                return recorded.read(runtime.replay, step, *place), {}
+        self.sync()
+        with self.phase("gen"):
+            samples, sampling = self.collector.collect(partial(self.sample, step, metrics))
+            self.phases.to_training()
+        recorded.keep(runtime, step, *place, samples)
+        return samples, sampling
 
     def sample(self, step: int, metrics: Metrics, prompts: list[Prompt]) -> list[Sample]:
         """Generate and score; every rank scores what its engine returned, then all ranks get all samples."""
@@ -161,20 +178,6 @@ class Trainer:
             for name, (total, weight) in self.score(samples, prompts).items():
                 metrics.add_sum(name, total, weight)
         return gather(samples, self.groups.host)
-
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> dict[str, tuple[float, float]]:
-        """Write the reward rule's value into each sample; (sum, weight) of failures and parts."""
-        by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        items = []
-        for sample in samples:
-            prompt = by_id[sample.prompt_id]
-            text = self.inputs.tokenizer.decode(sample.response, skip_special_tokens=True)
-            extra = prompt.extra | {"finish": sample.finish, "response_ids": sample.response.tolist()}
-            items.append(reward.Item(prompt.source, text, prompt.ground_truth, extra))
-        scores = self.inputs.scorer.score(items)
-        for sample, score in zip(samples, scores, strict=True):
-            sample.score = score.value
-        return reward.metrics(scores)
 
     def plan_updates(self, batch: Experience) -> list[Update]:
         train, grid = self.config.train, self.groups.train
@@ -199,10 +202,6 @@ class Trainer:
             wanted = [sorted(i for u in updates for micro in u.dealt[c.dp] for i in micro) for c in ranks]
             layers, shape, group = layers_of_ranks(self.model), self.inputs.shape, self.groups.host
             self.replay.sequences = deliver(samples, wanted, layers, shape, group)
-
-    def reference_log_probs(self, batch: Experience, updates: Sequence[Update]) -> list[np.ndarray]:
-        with swapped(self.model, self.reference):
-            return self.log_probs(batch, updates)
 
     def micro_batches(self, batch: Experience, update: Update, fields: dict[str, Any]) -> list[MicroBatch]:
         """This rank's packed micro-batches of one mini-batch."""
@@ -284,6 +283,7 @@ class Trainer:
         config, total = self.config, self.inputs.total_steps
         done = self.resume()
         self.journal.open(done)
+        debug.pause(self.rank, config.runtime.debug_rank, self.groups.host, self.phase)
         if config.eval.before_training and not done:
             self.journal.write(0, self.evaluate(0))
         for step in range(done + 1, total + 1):

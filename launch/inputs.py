@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from launch import config as options
 from launch.config import Config
-from launch.profiler import profile_flags
+from launch.debug import flags, flight_recorder, prepared
+from launch.nodes import bind_cpus
 from launch.selfcheck import sampling_cuts
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from rollout.prompts import PromptSet
 
 log = logging.getLogger(__name__)
+AFTER_WATCHDOG_S = 60.0
+"""Collectives give up this long after the watchdog, which knows who is silent."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,14 @@ def start(argv: list[str]) -> tuple[Config, Inputs, int, int]:
         os.environ[name] = value
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    bind_cpus(int(os.environ["LOCAL_RANK"]), os.environ.get("RANK_CPUS", ""))
     warnings.filterwarnings("ignore", module=r"(megatron|torch|vllm|transformers)\b")  # nothing that users can act on
     try:
-        argv = profile_flags(argv)
+        argv = flags(argv)
         if (text := options.answer(argv)) is not None:
             print(text)
             sys.exit(0)
-        config = options.load(argv)
+        config = prepared(options.load(argv))
         return config, read_inputs(config, world), rank, world
     except ValueError as error:
         sys.exit(refuse(error, rank))
@@ -121,8 +125,8 @@ def connect(config: Config, inputs: Inputs, rank: int, world: int) -> tuple[Devi
     degrees = (train.tp, train.pp, train.vpp, train.cp, train.ep, train.etp or train.tp)
     device = pick(config.runtime.device, int(os.environ["LOCAL_RANK"]))
     grids = TrainGrid(world, *degrees, train.order), RolloutGrid(world, rollout.tp, rollout.dp, rollout.expert_parallel)
-    patience_s = (config.runtime.deadline_s or 1800.0) + 60.0  # the watchdog speaks first: it knows who is silent
-    groups = make_groups(*grids, device, patience_s)
+    flight_recorder(config.run_dir, device.kind)
+    groups = make_groups(*grids, device, (config.runtime.deadline_s or 1800.0) + AFTER_WATCHDOG_S)
     run_dir = RunDir.open(config.run_dir, options.to_toml(config), rank, world, groups.host)
     setup_logging(run_dir, run_dir.started)
     log.info(groups.describe())

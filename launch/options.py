@@ -314,7 +314,15 @@ class RuntimeConfig:
     self_check_probs_diff: float = 0.0
     """Bound of mean |p_engine - p_trainer| in the first step; 0 takes 1e-4 for float32 and 2e-2 for bfloat16."""
     debug_rank: int = -1
-    """Breakpoint in this rank while the others wait."""
+    """Breakpoint in this rank before the first step, while the others wait; --debug-rank R."""
+    record: str = ""
+    """Directory that gets the samples of every step; --record DIR."""
+    record_steps: list[int] = field(default_factory=list)
+    """Steps that runtime.record keeps; empty is all."""
+    replay: str = ""
+    """Directory of recorded samples: train on them without an engine, under any layout; --replay DIR."""
+    rollout_only: bool = False
+    """Generate and score, train nothing; --rollout-only."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from launch import snapshot
 from launch.processes import (
     acquire_lock,
     clean_leftovers,
@@ -202,6 +203,7 @@ def _create(path: Path, config_toml: str) -> tuple[int, dict[str, Any]] | str:
         directory.mkdir()
         write_atomic(path / "config.toml", config_toml)
         write_atomic(directory / "config.toml", config_toml)
+        snapshot.keep(directory)
         (path / "STOP").unlink(missing_ok=True)  # it stopped the attempt before this one
         return attempt, lock
     except ValueError as error:

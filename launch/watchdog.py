@@ -16,6 +16,7 @@ import faulthandler
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,12 +24,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from launch.beacon import Beacon
 from launch.processes import parse_table, read_text
 from launch.runtime import Exit, RunDir
 
 log = logging.getLogger(__name__)
 
 LEAVE_AFTER_S = 0.5
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Phase(NamedTuple):
@@ -50,6 +53,8 @@ class Watchdog:
         """`grace_s`: how long a rank waits for the stacks of the others before it ends."""
         self.run, self.deadline_s, self.grace_s, self.leave = run, deadline_s, grace_s, leave
         self.poll_s = min(5.0, max(0.05, deadline_s / 20)) if deadline_s > 0 else 5.0
+        self.beacon = Beacon(run)
+        self._main = threading.get_ident()
         self._phase = Phase("outside of phases", time.monotonic(), deadline_s)
         self._seconds: dict[str, float] = {}
         self._stop = threading.Event()
@@ -109,10 +114,11 @@ class Watchdog:
 
     def _report(self, told: Path, name: str, silent_s: float, late: bool) -> None:
         """Tell the other ranks, dump, wait for their stacks, say it in one line."""
-        mine = {"rank": self.run.rank, "phase": name, "silent_s": round(silent_s, 1)}
+        mine = {"rank": self.run.rank, "phase": name, "silent_s": round(silent_s, 1), **whereabouts(self._main)}
         first = late and _create(told, json.dumps(mine))
         if first:
             self.run.fail(f"hang: phase {name} was silent for {silent_s:.1f} s")
+        mine["unreachable"] = self.beacon.unreachable()
         print(json.dumps(mine), file=self._stacks, flush=True)
         faulthandler.dump_traceback(file=self._stacks, all_threads=True)
         os.replace(self._stacks.name, self.run.log_dir / f"stacks_rank_{self.run.rank:03d}.txt")
@@ -144,17 +150,39 @@ class Watchdog:
 
 
 def describe(reports: list[dict[str, Any]], world: int) -> str:
-    """Which ranks were in which phase, the smallest group first: the odd one out is the likeliest culprit.
+    """Who hangs, where, and who waits for it in which collective; ranks at one place are told together.
 
-    >>> describe([{"rank": 0, "phase": "gen"}, {"rank": 2, "phase": "gen"}, {"rank": 1, "phase": "reward"}], 4)
-    'reward: ranks [1], gen: ranks [0, 2], no stacks: ranks [3]'
+    Ranks that are in no collective come first: the others wait for them. When all are in collectives, the smallest
+    group comes first: the odd one out is the likeliest culprit. Hosts that do not answer are named before all.
+
+    >>> describe([{"rank": r, "phase": "gen", "at": "gather (rollout/batch.py:88)", "waits": "all_gather"}
+    ...           for r in (0, 2)] + [{"rank": 1, "phase": "reward", "at": "run (reward/pool.py:9)", "waits": ""}], 4)
+    'reward: ranks [1] at run (reward/pool.py:9), gen: ranks [0, 2] wait in all_gather of gather (rollout/batch.py:88),\
+ no stacks: ranks [3]'
     """
-    phases: dict[str, list[int]] = {}
+    places: dict[tuple[bool, str, str], list[int]] = {}
     for report in sorted(reports, key=lambda r: r["rank"]):
-        phases.setdefault(report["phase"], []).append(report["rank"])
+        waits, at = report.get("waits", ""), report.get("at", "")
+        where = f" wait in {waits} of {at}" if waits else f" at {at}" if at else ""
+        places.setdefault((bool(waits), report["phase"], where), []).append(report["rank"])
     missing = sorted(set(range(world)) - {report["rank"] for report in reports})
-    groups = sorted(phases.items(), key=lambda item: len(item[1])) + ([("no stacks", missing)] if missing else [])
-    return ", ".join(f"{name}: ranks {ranks}" for name, ranks in groups)
+    ordered = sorted(places.items(), key=lambda item: (item[0][0], len(item[1])))
+    told = list(dict.fromkeys(text for report in reports for text in report.get("unreachable", ())))
+    told += [f"{phase}: ranks {ranks}{where}" for (_, phase, where), ranks in ordered]
+    return ", ".join(told + ([f"no stacks: ranks {missing}"] if missing else []))
+
+
+def whereabouts(thread: int) -> dict[str, str]:
+    """Where a thread is: "at", the innermost line of ours, and "waits", the collective it waits in ("" for none)."""
+    at, waits, frame = "", "", sys._current_frames().get(thread)
+    while frame is not None and not at:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file.startswith(str(ROOT)) and "site-packages" not in file:
+            at = f"{name} ({Path(file).relative_to(ROOT)}:{frame.f_lineno})"
+        elif f"torch{os.sep}distributed" in file and name != "wrapper":
+            waits = name
+        frame = frame.f_back
+    return {"at": at, "waits": waits}
 
 
 def _create(path: Path, text: str) -> bool:

@@ -52,17 +52,18 @@ class WeightSync:
     def __init__(
         self,
         source: Layout,
-        target: Layout,
+        target: Layout | None,
         options: RolloutConfig,
         rank: int,
         group: Any,
         device: Device,
         packed: Sequence[Packed] = (),
     ):
+        """`target` None: there is no engine, and nothing runs."""
         self.source, self.options, self.rank, self.group, self.device = source, options, rank, group, device
         self.packed, self.runs, self.is_resumed = packed, 0, False
         self.before: dict[str, int] = {}
-        if options.sync_plan == "planned":
+        if target is not None and options.sync_plan == "planned":
             self.aim(target)
 
     def aim(self, target: Layout) -> None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from launch.config import RewardConfig
 from reward.pool import Pool
 from reward.remote import Remote
 from reward.rules import CHEAP, Item, Score, answer, check_sources, math_boxed, scorer
 
-__all__ = ["Item", "Score", "Scorer", "answer", "build", "metrics"]
+__all__ = ["Item", "Score", "Scorer", "answer", "build", "metrics", "score_samples"]
+Sums = dict[str, tuple[float, float]]
+"""Metric name -> (sum, weight)."""
 log = logging.getLogger(__name__)
 MIN_ERRORS = 8
 """This many samples, all with errors, mean a broken reward and stop the run; fewer may be odd text."""
@@ -77,7 +79,24 @@ def build(config: RewardConfig, sources: Iterable[str]) -> Scorer:
     return Scorer(Pool(config, preload=["math_verify"] if math_boxed in rules else []))
 
 
-def metrics(scores: Sequence[Score]) -> dict[str, tuple[float, float]]:
+def score_samples(scorer: Scorer, tokenizer: Any, samples: Sequence[Any], prompts: Sequence[Any]) -> Sums:
+    """Write the reward rule's value into each sample; (sum, weight) of failures and parts.
+
+    `samples`: of rollout/batch.py; `prompts`: of rollout/prompts.py, those of the samples among them.
+    """
+    by_id, items = {prompt.prompt_id: prompt for prompt in prompts}, []
+    for sample in samples:
+        prompt = by_id[sample.prompt_id]
+        text = tokenizer.decode(sample.response, skip_special_tokens=True)
+        extra = prompt.extra | {"finish": sample.finish, "response_ids": sample.response.tolist()}
+        items.append(Item(prompt.source, text, prompt.ground_truth, extra))
+    scores = scorer.score(items)
+    for sample, score in zip(samples, scores, strict=True):
+        sample.score = score.value
+    return metrics(scores)
+
+
+def metrics(scores: Sequence[Score]) -> Sums:
     """(sum, weight) of the share of failed samples, by reason, and of every part that rules returned."""
     result = {f"reward/{reason}": (0.0, float(len(scores))) for reason in ("timeout", "memory", "crash", "error")}
     for score in scores:

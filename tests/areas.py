@@ -58,6 +58,8 @@ AREAS: dict[str, list[str]] = {
         "migrate*",
         "bench*",
         "slurm*",
+        "nodes*",
+        "debug*",
         "ranks*",
     ],
     "npu": ["npu*"],
