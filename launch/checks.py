@@ -45,7 +45,7 @@ RANGES: tuple[tuple[str, Any, str], ...] = (
     ("0 (off) or greater than 1", lambda v: v == 0 or v > 1, "algorithm.dual_clip"),
     ("at least 0 and below 2**32", lambda v: 0 <= v < 2**32, "seed"),
     ("numbers of at least 0", lambda v: min(v, default=0) >= 0, "rollout.stop_token_ids log.profile_ranks"),
-    ("numbers of at least 1", lambda v: min(v, default=1) >= 1, "log.profile_steps"),
+    ("numbers of at least 1", lambda v: min(v, default=1) >= 1, "log.profile_steps runtime.record_steps"),
     ("a list without empty texts", all, "data.train_files data.val_files rollout.stop"),
     ("not empty", bool, "run_dir checkpoint.resume data.prompt_key data.label_key data.source_key"),
 )

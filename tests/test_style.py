@@ -44,7 +44,7 @@ ONLY_IN = {
     "torch_npu": {f"parallel/{name}.py" for name in ("device", "megatron_cpu", "npu")},
     "torch.cuda": {"parallel/device.py", "parallel/megatron_cpu.py"},
 }
-LINES_OF_CODE = 13000  # CHANGELOG says why
+LINES_OF_CODE = 14500  # CHANGELOG says why
 LONGEST_FILE = 350
 LONGER_FILES = {
     "launch/options.py": 450,  # a list of options with one sentence each, no logic
