@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+TIMES = ("timing", "perf/", "memory_", "slowest_rank", "val-")
 
 
 @dataclass
@@ -24,6 +25,11 @@ class Job:
     def metrics(self) -> list[dict[str, Any]]:
         """metrics.jsonl, one table a step."""
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def lasting(self) -> list[dict[str, Any]]:
+        """The metrics that depend neither on the clock nor on the process: of two equal jobs they are the same."""
+        return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in self.metrics]
 
     @property
     def status(self) -> dict[str, Any]:

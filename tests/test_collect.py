@@ -17,7 +17,7 @@ from rollout.batch import Sample
 from rollout.collect import Collector
 from rollout.prompts import Prompt
 from tests.jobs import prepare, run_job
-from tests.test_resume import lasting, tensors
+from tests.test_resume import tensors
 
 QUICKSTART = "launch/recipes/quickstart.toml"
 WANTED = 4
@@ -176,7 +176,7 @@ def test_surplus_and_lengths_survive_a_resume(tmp_path, options):
     resumed = run_job(tmp_path / "cut", 2, QUICKSTART, *options, *DYNAMIC, "total_steps=4")
     assert "resumed after step 2" in resumed.output
     check_steps(resumed, 4)
-    assert lasting(resumed) == lasting(whole)
+    assert resumed.lasting == whole.lasting
     assert all(resumed.samples(step) == whole.samples(step) for step in range(1, 5))
     expected, found = tensors(whole, 4), tensors(resumed, 4)
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
@@ -199,7 +199,7 @@ def test_permuted_producers_give_bit_equal_updates(tmp_path, options):
         run_job(tmp_path / patch, 2, QUICKSTART, *more, script=script, env={"PATCH": patch})
         for patch in ("nothing", "permuted_producers")
     )
-    assert lasting(permuted) == lasting(plain)
+    assert permuted.lasting == plain.lasting
     assert permuted.samples(2) == plain.samples(2)
     expected, found = tensors(plain, 2), tensors(permuted, 2)
     assert expected.keys() == found.keys() and len(expected) > 50

@@ -14,7 +14,6 @@ from launch.processes import identity, is_alive
 from parallel.checkpoint import find
 from tests.jobs import Job, prepare, run_job
 
-TIMES = ("timing", "perf/", "slowest_rank", "val-")
 PHASES = {"generate": "generate_sequences", "score": "reward", "update": "update_actor", "reshard": "reshard"}
 PHASES["save"] = "save_checkpoint"
 CASES = [(phase, rank) for phase in PHASES for rank in (0, 1)]
@@ -34,11 +33,6 @@ def whole(tmp_path_factory, options) -> Job:
     return run_job(tmp_path_factory.mktemp("whole") / "run", 2, *options)
 
 
-def lasting(job: Job) -> list[dict[str, float]]:
-    """Metrics that do not depend on the clock."""
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in job.metrics]
-
-
 def records(run_dir: Path, attempt: int) -> list[dict]:
     return [json.loads(f.read_text()) for f in sorted((run_dir / "logs" / f"attempt_{attempt}").glob("rank_*.json"))]
 
@@ -55,7 +49,7 @@ def test_killed_in_a_phase(tmp_path, options, whole, phase, rank):
     resumed = run_job(run_dir, 2, *options)
     assert "resumed after step 1" in resumed.output
     assert not [name for record in left for name in record["segments"] if Path(name).exists()]
-    assert resumed.status["state"] == "finished" and lasting(resumed) == lasting(whole)
+    assert resumed.status["state"] == "finished" and resumed.lasting == whole.lasting
     assert all(resumed.samples(step) == whole.samples(step) for step in (1, 2, 3))
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert names == ["latest", "step_000002", "step_000003"]

@@ -22,7 +22,6 @@ from tests.jobs import Job, prepare, run_job
 
 WHY_NOT = missing_slurm()
 needs_slurm = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-TIMES = ("timing", "perf/", "slowest_rank")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PENDING")
 
 
@@ -43,12 +42,6 @@ def cluster(tmp_path):
 def lines(run_dir: Path) -> int:
     file = run_dir / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
-
-
-def lasting(run_dir: Path) -> list[dict[str, float]]:
-    """Metrics that do not depend on the clock."""
-    rows = Job(0, "", run_dir).metrics
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
 
 
 def ranks(run_dir: Path, attempt: int = 1) -> list[dict]:
@@ -84,7 +77,7 @@ def test_a_job_near_its_end_stops_is_queued_again_and_is_as_if_nothing_had_been(
         kept = {p.name for p in (run_dir / "logs" / f"attempt_{attempt}").iterdir()}
         assert {"code.tar.gz", "launch.json", "config.toml", "rank_001.log"} <= kept
     whole = run_job(tmp_path / "whole", 2, *options, "total_steps=6")
-    assert lasting(run_dir) == lasting(whole.run_dir) and len(lasting(run_dir)) == 6
+    assert Job(0, "", run_dir).lasting == whole.lasting and len(Job(0, "", run_dir).lasting) == 6
 
 
 @needs_slurm
@@ -100,7 +93,7 @@ def test_a_time_limit_of_slurm_ends_in_a_checkpoint_and_a_second_attempt(tmp_pat
     assert cluster.restarts(job) == 1 and "requeue: " in text and "resumed after step" in text
     assert "time limit" in text or "found " in text
     whole = run_job(tmp_path / "whole", 2, *options, "total_steps=100")
-    assert lasting(run_dir) == lasting(whole.run_dir)
+    assert Job(0, "", run_dir).lasting == whole.lasting
 
 
 @needs_slurm
@@ -160,7 +153,7 @@ def test_a_lost_node_requeues_the_job_which_goes_on_when_the_node_is_back(tmp_pa
         -4000:
     ]
     assert cluster.restarts(job) == 1 and "resumed after step" in output.read_text()
-    assert [row["training/global_step"] for row in lasting(run_dir)] == list(range(1, 31))
+    assert [row["training/global_step"] for row in Job(0, "", run_dir).lasting] == list(range(1, 31))
 
 
 @needs_slurm
