@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import sys
 
-from launch.inputs import Inputs, connect, refuse, start
+from launch.inputs import Inputs, connect, end, refuse, start
 
 if __name__ == "__main__":
     STARTED = start(sys.argv[1:])
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -31,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import reward
 from launch import debug
-from launch.config import Config
+from launch.config import Config, ConfigError
 from launch.journal import Journal
 from launch.metrics import Metrics, add_agreement
 from launch.profiler import Profiler, with_ranges
@@ -282,6 +281,8 @@ class Trainer:
         """All steps; why the run stopped early, or None."""
         config, total = self.config, self.inputs.total_steps
         done = self.resume()
+        if done >= total:
+            logger.warning("nothing to train: step %d of total_steps = %d is done already", done, total)
         self.journal.open(done)
         debug.pause(self.rank, config.runtime.debug_rank, self.groups.host, self.phase)
         if config.eval.before_training and not done:
@@ -358,17 +359,17 @@ def run(config: Config, inputs: Inputs, rank: int, world: int) -> int:
         device, groups, run_dir = connect(config, inputs, rank, world)
     except ValueError as error:
         return refuse(error, rank)
-    with run_dir:
-        stop = StopRequest(run_dir, config.runtime.time_limit_s, run_dir.started)
-        stop.install()
-        watchdog = Watchdog(run_dir, config.runtime.deadline_s)
-        reason = Trainer(config, inputs, device, groups, run_dir, stop, watchdog).train()
-        watchdog.close()
+    try:
+        with run_dir:
+            stop = StopRequest(run_dir, config.runtime.time_limit_s, run_dir.started)
+            stop.install()
+            watchdog = Watchdog(run_dir, config.runtime.deadline_s)
+            reason = Trainer(config, inputs, device, groups, run_dir, stop, watchdog).train()
+            watchdog.close()
+    except ConfigError as error:
+        return refuse(error, rank)
     return int(Exit.FINISHED if reason is None else Exit.STOPPED)
 
 
 if __name__ == "__main__":
-    code = record(run)(*STARTED)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # the engines' libraries print pages about leaks when they are taken apart
+    end(partial(record(run), *STARTED))

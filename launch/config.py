@@ -20,7 +20,7 @@ from typing import Any, Union, get_args, get_origin
 from launch.checks import check as check
 from launch.checks import check_model as check_model
 from launch.checks import check_world as check_world
-from launch.option_text import brief, choices, help_text, hints, is_section, join, options, show, type_name
+from launch.option_text import brief, choices, help_text, hints, is_section, join, options, show, type_name, value_text
 from launch.option_text import to_toml as to_toml
 from launch.options import (  # noqa: F401
     AlgorithmConfig,
@@ -46,6 +46,8 @@ else:
 
 MAX_DEPTH = 20
 """Levels of tables and lists in a pass-through table; no upstream option needs more."""
+AROUND = ("checkpoint", "log", "runtime")
+"""Sections that do not change what is trained."""
 
 
 def load(argv: list[str]) -> Config:
@@ -75,7 +77,27 @@ def answer(argv: list[str]) -> str | None:
         if flag in argv:
             after = [a for a in argv[argv.index(flag) + 1 :] if "=" not in a and not a.endswith(".toml")]
             return help_text(after[0] if after else None)
-    return show(load([a for a in argv if a != "--show"])) if "--show" in argv else None
+    if "--show" not in argv:
+        return None
+    config = load([a for a in argv if a != "--show"])
+    try:
+        check(config)
+    except ConfigError as error:
+        return f"{show(config)}\n# A run with this tree is refused: {error}"
+    return show(config)
+
+
+def changed_options(toml: str, config: Config) -> list[str]:
+    """`train.lr 1e-06 -> 2e-06` of every option of the job itself that differs from a resolved tree of before."""
+
+    def flat(table: dict[str, Any], path: str = "") -> dict[str, Any]:
+        inner = [flat(v, join(path, k)) if isinstance(v, dict) else {join(path, k): v} for k, v in table.items()]
+        return {k: v for values in inner for k, v in values.items()}
+
+    before, now = flat(tomllib.loads(toml)), flat(tomllib.loads(to_toml(config)))
+    names = [k for k in before.keys() | now.keys() if k != "run_dir" and k.partition(".")[0] not in AROUND]
+    text = {name: [value_text(v[name]) if name in v else "unset" for v in (before, now)] for name in sorted(names)}
+    return [f"{name} {old} -> {new}" for name, (old, new) in text.items() if old != new]
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -9,9 +9,12 @@ import logging
 import os
 import sys
 import time
+import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from launch import config as options
 from launch.config import Config
@@ -55,11 +58,14 @@ def read_inputs(config: Config, world: int) -> Inputs:
     shape = model_shape(read_config(config.model.path), f"{config.model.path}/config.json")
     check_model(config, shape)
 
-    from parallel.hf import read_index  # what follows takes seconds to import
+    from parallel.checkpoint import read_marker  # what follows takes seconds to import
+    from parallel.hf import read_index
     from reward import build
     from rollout.prompts import PromptSet, load_tokenizer
 
     read_index(config.model.path, shape)
+    if config.checkpoint.resume not in ("auto", "none"):
+        read_marker(Path(config.checkpoint.resume))
     tokenizer = load_tokenizer(config.model.path)
     prompts = PromptSet(config.data.train_files, tokenizer, config.data, config.seed)
     validation = {f: PromptSet([f], tokenizer, config.data, config.seed) for f in config.data.val_files}
@@ -120,11 +126,16 @@ def connect(config: Config, inputs: Inputs, rank: int, world: int) -> tuple[Devi
     from parallel.device import pick
     from parallel.grid import RolloutGrid, TrainGrid
     from parallel.groups import make_groups
+    from parallel.megatron_options import split_passthrough
+    from rollout.engine import check_fields
 
     train, rollout = config.train, config.rollout
     degrees = (train.tp, train.pp, train.vpp, train.cp, train.ep, train.etp or train.tp)
     device = pick(config.runtime.device, int(os.environ["LOCAL_RANK"]))
     grids = TrainGrid(world, *degrees, train.order), RolloutGrid(world, rollout.tp, rollout.dp, rollout.expert_parallel)
+    split_passthrough(train.megatron, train.spec)
+    if not config.runtime.replay:
+        check_fields(config, grids[1], device.kind)
     flight_recorder(config.run_dir, device.kind)
     groups = make_groups(*grids, device, (config.runtime.deadline_s or 1800.0) + AFTER_WATCHDOG_S)
     run_dir = RunDir.open(config.run_dir, options.to_toml(config), rank, world, groups.host)
@@ -145,6 +156,22 @@ def _say(config: Config, inputs: Inputs) -> None:
             "log of the kept mass, and training/rollout_probs_diff tells nothing about the weights",
             " and ".join(cuts),
         )
+
+
+def end(main: Callable[[], int]) -> NoReturn:
+    """End the process with main's exit code, or with 1 after its traceback. At once: the engines' libraries would print
+    pages about leaks when they are taken apart, below which nobody finds the error.
+    """
+    from launch.runtime import Exit
+
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = int(Exit.FAILED)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def refuse(error: ValueError, rank: int) -> int:

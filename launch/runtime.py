@@ -263,7 +263,8 @@ def setup_logging(run: RunDir, started: float | None = None) -> None:
 
 
 class StopRequest:
-    """SIGTERM, SIGINT or SIGUSR1 on any rank, a STOP file, or a time limit: one decision at the step boundary.
+    """SIGTERM, SIGINT or SIGUSR1 on any rank, a STOP file, a time limit, or torchrun gone (killed, it cannot tell its
+    ranks): one decision at the step boundary.
 
     Signals within `grace_s` of the first count as one, because Slurm and torchrun may both deliver it; a later one
     ends the rank at once with Exit.SECOND_SIGNAL.
@@ -272,6 +273,7 @@ class StopRequest:
     def __init__(self, run: RunDir, time_limit_s: float = 0.0, started: float | None = None, grace_s: float = 2.0):
         """`started`: the job's start in Unix seconds, from which `time_limit_s` (0: none) counts."""
         self.run, self.grace_s, self.pid = run, grace_s, os.getpid()
+        self.launcher = os.getppid()
         start = time.time() if started is None else started
         ends = [float(os.environ.get("SLURM_JOB_END_TIME") or "inf")]
         self.deadline = min([*ends, start + time_limit_s] if time_limit_s > 0 else ends)
@@ -295,6 +297,7 @@ class StopRequest:
                 os.write(2, f"{name}: stopping after this step; once more to end at once\n".encode())
         elif now - self.signal_at > self.grace_s:
             self.run.fail(f"ended at once by a second signal, {name}")
+            unlink_own_segments()
             self.run.release()
             os._exit(Exit.SECOND_SIGNAL)
 
@@ -310,17 +313,21 @@ class StopRequest:
 
         Rank 0's clock and disk count. A step is not started when the longest recent step and save would end too late.
         """
-        votes = [0, 0, 0, self.signal * self.run.world + self.run.world - 1 - self.run.rank if self.signal else 0]
+        mine = self.run.world - self.run.rank  # of several ranks the first is named
+        votes = [0, 0, 0, self.signal * self.run.world + mine - 1 if self.signal else 0]
+        votes.append(mine if os.getppid() != self.launcher else 0)
         if self.run.rank == 0:
             need_s = max(self.steps_s, default=0.0) + max(self.saves_s, default=0.0)
             left_s = self.deadline - time.time()
             if left_s <= need_s:
                 votes[1:3] = [max(0, int(left_s)), int(need_s) + 1]
             votes[0] = int((self.run.path / "STOP").exists())
-        stop_file, left, need, sent = _maximum(votes, group)
+        stop_file, left, need, sent, orphan = _maximum(votes, group)
         if sent:
             number, rank = sent // self.run.world, self.run.world - 1 - sent % self.run.world
             return f"{signal.Signals(number).name} on rank {rank}"
+        if orphan:
+            return f"the launcher of rank {self.run.world - orphan} (torchrun) is gone"
         if stop_file:
             return f"found {self.run.path / 'STOP'}"
         return f"time limit: {left} s left, a step and its checkpoint take up to {need} s" if need else None

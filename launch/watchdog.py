@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.beacon import Beacon
-from launch.processes import parse_table, read_text
+from launch.processes import parse_table, read_text, unlink_own_segments
 from launch.runtime import Exit, RunDir
 
 log = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ class Watchdog:
         if len(files) == self.run.world:
             newest = max(file.stat().st_mtime for file in files)
             time.sleep(min(max(0.0, newest + LEAVE_AFTER_S - time.time()), LEAVE_AFTER_S))
+        unlink_own_segments()
         self.leave(Exit.HANG)
 
 

@@ -236,6 +236,8 @@ def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
 def read_marker(path: Path) -> Marker:
     """Marker of a checkpoint directory. ValueError says why it is not complete, as far as file sizes tell."""
     file = path / MARKER
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such checkpoint directory")
     if not file.exists():
         why = "a file was found damaged earlier" if (path / TORN).exists() else "the save did not end"
         raise ValueError(f"{path}: not a complete checkpoint, no {MARKER}: {why}")

@@ -6,6 +6,7 @@ samples); it comes back from `restore` as it was saved.
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from launch.config import Config, to_toml
+from launch.config import Config, changed_options, to_toml
 from parallel.checkpoint import Saver, load_own, load_small
 from parallel.layout import Layout
 from parallel.restore import restore_newest
@@ -22,6 +23,8 @@ from parallel.train_state import after_restore, optimizer_steps, set_optimizer_s
 if TYPE_CHECKING:
     from parallel.groups import Groups
     from parallel.megatron_model import TrainModel
+
+log = logging.getLogger(__name__)
 
 
 class Keeper:
@@ -75,6 +78,8 @@ class Keeper:
         model.scheduler.load_state_dict(small["scheduler"])
         torch.set_rng_state(load_own(found, groups.rank)["torch_rng"])
         self.saved_step = small["step"]
+        if changes := changed_options(small["config"], self.config):
+            log.warning("options that the checkpoint was made with have changed since: %s", "; ".join(changes))
         return small
 
     def wait(self) -> None:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from launch.config import RewardConfig
+from launch.config import ConfigError, RewardConfig
 from reward.pool import Pool
 from reward.remote import Remote
 from reward.rules import CHEAP, Item, Score, answer, check_sources, math_boxed, scorer
@@ -55,7 +55,7 @@ class Scorer:
         scores = self.backend.score(items)
         errors = [score.failed for score in scores if score.failed.startswith("error")]
         if len(errors) == len(scores) >= MIN_ERRORS:
-            raise ValueError(f"the reward failed on all {len(scores)} samples; the first: {errors[0]}")
+            raise ConfigError(f"the reward failed on all {len(scores)} samples; the first: {errors[0]}")
         if errors:
             log.warning("the reward failed on %d of %d samples; the first: %s", len(errors), len(scores), errors[0])
         return scores

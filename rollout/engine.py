@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch.config import Config, check_passthrough
+from launch.config import Config, ConfigError, check_passthrough
 from parallel.family import ModelShape
 from parallel.grid import RolloutGrid
 from parallel.layout import Layout
@@ -31,6 +32,8 @@ from rollout.engine_options import OWNED, check_allocator, engine_arguments, env
 from rollout.expert_placement import aligned_expert_maps
 from rollout.schedule import Dealt, Progress, Queue, hand_out, longest_first
 from rollout.vllm_layout import vllm_layout
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -54,9 +57,9 @@ class Engine:
         self.stop_token_ids = sorted(stops)
         arguments = engine_arguments(config, shape, grid, device.kind)
         check_allocator(arguments, os.environ, device.kind)
-        os.environ |= environment(device.kind, grid)
+        check_fields(config, grid, device.kind)
         with _kept_environment(self.rank % grid.replica_size if grid.dp > 1 else self.rank), _kept_random_state(device):
-            self._engine = _build(arguments, config.rollout.vllm, device.kind)
+            self._engine = _build(arguments, device.kind)
         worker = self._engine.model_executor.driver_worker.worker
         self._sleep_level = vllm_params.sleep_level(worker) if config.rollout.sync_weights else 1
         self._runner = worker.model_runner
@@ -260,17 +263,31 @@ class Engine:
         destroy_model_parallel()
 
 
-def _build(arguments: dict[str, Any], passed: dict[str, Any], kind: str) -> Any:
+def check_fields(config: Config, grid: RolloutGrid, kind: str) -> None:
+    """ConfigError for a name or type in [rollout.vllm] that the installed vLLM does not take, or that we set.
+
+    Sets the variables that vLLM reads when it is imported, and imports it.
+    """
+    os.environ |= environment(kind, grid)
     import vllm
+    from vllm import EngineArgs
+
+    fields = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
+    check_passthrough(config.rollout.vllm, fields, OWNED, "rollout.vllm", f"vLLM {vllm.__version__} EngineArgs")
+
+
+def _build(arguments: dict[str, Any], kind: str) -> Any:
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    fields = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
-    check_passthrough(passed, fields, OWNED, "rollout.vllm", f"vLLM {vllm.__version__} EngineArgs")
     if kind == "cpu":
         vllm_cpu.patch()
-    engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+    try:
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+    except ValueError as error:
+        log.debug("vLLM's refusal", exc_info=True)
+        raise ConfigError(f"vLLM refuses its arguments, of which [rollout.vllm] gives any: {error}") from None
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()  # it would destroy the job's default process group
