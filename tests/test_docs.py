@@ -23,6 +23,8 @@ ELSEWHERE = {
     "bash launch/test.sh": "launch/test.sh",  # what is running now
     "torchrun --nproc-per-node 8": "",  # README says in words that these need hardware
     "torchrun --nnodes 16": "",
+    "sbatch --nodes 16": "",
+    "torchrun --standalone --nproc-per-node 2 trainer.py launch/recipes/quickstart.toml total": "tests/test_debug.py",
     "python -m launch.prepare": "tests/test_prepare.py",
     "python -m launch.plan search": "tests/test_plan_job.py",
     "python -m launch.doctor": "tests/test_doctor.py",
@@ -93,7 +95,7 @@ def test_versions_and_extras_are_told_alike_everywhere():
     assert all(f"`{extra}`" in pages[1] for extra in extras)
 
 
-PAGES_OF_DOCS = "install launch recipes options metrics memory migration platforms".split()
+PAGES_OF_DOCS = "install launch recipes options metrics memory migration platforms debugging".split()
 
 
 def test_there_is_a_page_for_each_subject():
