@@ -54,6 +54,12 @@ def is_alive(owner: dict[str, Any], me: dict[str, Any]) -> bool | None:
     return None
 
 
+def lost_ranks(log_dir: Path) -> list[int]:
+    """Ranks with a record rank_NNN.json in `log_dir` whose processes on this host are gone."""
+    me, records = identity(), {int(f.stem[5:]): parse_table(read_text(f)) for f in sorted(log_dir.glob("rank_*.json"))}
+    return [rank for rank, owner in records.items() if me.keys() <= owner.keys() and is_alive(owner, me) is False]
+
+
 def acquire_lock(path: Path) -> dict[str, Any]:
     """Create the lock file and return its record. ValueError names the process that holds it."""
     me = identity()

@@ -41,6 +41,7 @@ from launch.processes import (
     clean_leftovers,
     identity,
     is_alive,
+    lost_ranks,
     mapped_segments,
     parse_table,
     read_text,
@@ -177,7 +178,8 @@ class RunDir:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: Any) -> None:
         if error is not None and not isinstance(error, SystemExit):
-            self.fail(f"{type(error).__name__}: {error}")
+            lost = lost_ranks(self.log_dir) if "onnection" in str(error) else []
+            self.fail(f"{f'ranks {lost} died without a word; ' if lost else ''}{type(error).__name__}: {error}")
         unlink_own_segments()
         self.release()
 

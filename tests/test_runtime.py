@@ -85,6 +85,17 @@ def test_first_failure_stays(tmp_path):
     assert read_status(run.path)["why"] == "rank 3: ValueError: first"
 
 
+def test_a_rank_that_died_is_named_beside_what_the_others_raise(tmp_path):
+    peer = subprocess.Popen(["sleep", "60"])
+    record = identity() | {"pid": peer.pid}
+    peer.kill()
+    peer.wait()
+    with pytest.raises(RuntimeError), alone(tmp_path) as run:
+        run.log_file.with_name("rank_001.json").write_text(json.dumps(record))
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+    assert read_status(run.path)["why"].startswith("rank 0: ranks [1] died without a word; RuntimeError: Connection")
+
+
 @pytest.mark.parametrize("where", ["file/run", "file"])
 def test_unwritable_is_one_clear_error(tmp_path, where):
     (tmp_path / "file").write_text("")
