@@ -35,7 +35,7 @@ from parallel.plain_values import frozen, read_value, write_value
 from parallel.tensor_file import parse_json, sync_directory, write, write_bytes
 
 log = logging.getLogger(__name__)
-MARKER, TORN, FORMAT = "complete.json", "torn.json", 2
+MARKER, TORN, FORMAT = "complete.json", "torn.json", 3
 
 State = tuple[Sequence[Piece], dict[str, torch.Tensor]]
 """The pieces of this rank and the stores they are in (contiguous, all of one dtype)."""
