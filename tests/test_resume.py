@@ -56,11 +56,11 @@ def small_file(options: list[str], out: Path) -> str:
     return f'data.train_files=["{out}"]'
 
 
-DYNAMIC = ["algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=0"]
+DYNAMIC = ["algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=0", "rollout.samples_per_prompt=4"]
 CUTS = {
     "in a save": Cut([], "save_checkpoint 1 2 kill", 2),
     "at the end of an epoch": Cut(["checkpoint.every_steps=3", "algorithm.kl_loss=0.01"], "update_actor 0 4 kill", 3),
-    "in dynamic sampling": Cut(DYNAMIC, "generate_sequences 1 11 kill", 2),
+    "in dynamic sampling": Cut(DYNAMIC, "generate_sequences 1 ROUND kill", 2),
     "all at once, in background saves": Cut(["checkpoint.background=true"], "", 2),
 }
 
@@ -75,7 +75,9 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, options, 
     whole = run_job(tmp_path / "whole", 2, *arguments)
     run_dir = tmp_path / "cut"
     if cut.fault:
-        fault = {"FAULT": cut.fault}
+        rounds = [int(row.get("sampling/rounds", 1)) for row in whole.metrics]
+        fault = {"FAULT": cut.fault.replace("ROUND", str(sum(rounds[:2]) + 2))}  # the second round of step 3
+        print(fault, rounds)
         killed = run_job(run_dir, 2, *arguments, expect=None, script="tests/faulty_trainer.py", env=fault)
         assert killed.code != 0 and "Signal 9" in killed.output, killed.output[-3000:]
     else:
@@ -109,7 +111,7 @@ def check_what_was_cut(name: str, job: Job) -> None:
         assert (rows[3]["training/epoch"], rows[4]["training/epoch"]) == (0, 1)
         assert rows[1]["actor/kl_loss"] == 0 < rows[4]["actor/kl_loss"]
     if "dynamic" in name:
-        assert rows[2]["sampling/surplus_groups"] > 0 and rows[3]["sampling/rounds"] >= 1
+        assert rows[2]["sampling/surplus_groups"] > 0 and rows[3]["sampling/rounds"] >= 2
 
 
 def kill_after_checkpoint(run_dir: Path, step: int, *arguments: str) -> None:
