@@ -123,6 +123,10 @@ def run_export(options: argparse.Namespace, job: Job) -> int:
     from parallel.hf import export
 
     shape = model_shape(read_config(options.model), str(options.model / "config.json"))
+    if options.source.resolve().is_relative_to(options.out.resolve()):
+        raise ValueError(f"{options.out}: the export would replace {options.source}, which it is made from")
+    if not 0 < options.max_shard_gib < float("inf"):
+        raise ValueError(f"--max-shard-gib {options.max_shard_gib}: give a size in GiB above 0")
     source, stores = _checkpoint_source(options.source, options.state, shape, job)
     limit = int(options.max_shard_gib * (1 << 30))
     export(

@@ -38,7 +38,10 @@ def flags(argv: list[str]) -> list[str]:
     words, found = iter(profile_flags(argv)), []
     for word in words:
         if word in FLAGS:
-            found.append(f"{FLAGS[word]}={next(words, '')}")
+            value = next(words, "")
+            if not value or value.startswith("--"):
+                raise ConfigError(f"{word} needs a {'rank' if word == '--debug-rank' else 'directory'} after it")
+            found.append(f"{FLAGS[word]}={value}")
         else:
             found.append("runtime.rollout_only=true" if word == "--rollout-only" else word)
     return found

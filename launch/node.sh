@@ -25,6 +25,12 @@ default() { # NAME VALUE: export, unless the user has; remember for the printed 
     export "$1=${!1:-$2}"
     told+=("$1=${!1}")
 }
+vendor() { # FILE: source it, if there; such scripts read variables that may be unset
+    [ -f "$1" ] || return 0
+    set +eu
+    source "$1" || echo "warning: $1 ended with $?" >&2
+    set -eu
+}
 default OMP_NUM_THREADS "$([ "$platform" = cpu ] && echo 1 || echo 8)"
 case $platform in
     cuda)
@@ -33,10 +39,8 @@ case $platform in
         default TORCH_NCCL_ASYNC_ERROR_HANDLING 1
         ;;
     npu)
-        for script in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
-            # Vendor scripts read variables that may be unset.
-            if [ -z "${ASCEND_HOME_PATH:-}" ] && [ -f "$script" ]; then set +u && source "$script" && set -u; fi
-        done
+        [ "${ASCEND_HOME_PATH:-}" ] || vendor "${ASCEND_ROOT:-/usr/local/Ascend}/ascend-toolkit/set_env.sh"
+        [ "${ATB_HOME_PATH:-}" ] || vendor "${ASCEND_ROOT:-/usr/local/Ascend}/nnal/atb/set_env.sh"
         default CUDA_DEVICE_MAX_CONNECTIONS 1 # Megatron asks for it by this name on npu too
         default TASK_QUEUE_ENABLE 2           # 1 with graph mode
         default VLLM_ASCEND_ENABLE_NZ 0       # weights that are written in place must stay row-major

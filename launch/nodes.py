@@ -36,7 +36,10 @@ class Unreachable(RuntimeError):
 
 def addresses() -> dict[str, str]:
     """IPv4 address -> interface of this host."""
-    shown = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True).stdout
+    try:
+        shown = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        raise Unreachable("the command ip is missing here; install the package iproute2") from None
     return {words[3].partition("/")[0]: words[1] for words in map(str.split, shown.splitlines()) if len(words) > 3}
 
 
@@ -60,7 +63,7 @@ def own_address(head: str, here: dict[str, str], environment: dict[str, str]) ->
         wanted = environment.get(name, "")
         if not wanted or wanted.startswith("^"):
             continue
-        found = [address for address, interface in here.items() if interface in wanted.lstrip("=").split(",")]
+        found = [address for address, interface in here.items() if means(name, wanted, interface)]
         if not found:
             raise Unreachable(f"{name} = {wanted}, but the interfaces with an address here are {describe(here)}")
         return found[0], here[found[0]]
@@ -73,6 +76,14 @@ def own_address(head: str, here: dict[str, str], environment: dict[str, str]) ->
             raise Unreachable(f"no way to MASTER_ADDR {head} from {describe(here)}: {error.strerror}") from None
         address = probe.getsockname()[0]
     return address, here.get(address, "")
+
+
+def means(name: str, wanted: str, interface: str) -> bool:
+    """Whether a variable names the interface: NCCL's and HCCL's values are prefixes, unless they begin with `=`."""
+    words = wanted.lstrip("=").split(",")
+    if name.startswith(("NCCL", "HCCL")) and not wanted.startswith("="):
+        return any(interface.startswith(word) for word in words if word)
+    return interface in words
 
 
 def describe(here: dict[str, str]) -> str:
@@ -109,19 +120,31 @@ def reach(others: Sequence[dict[str, Any]], timeout_s: float = REACH_S) -> list[
 
 def host_meeting(me: dict[str, Any], port: int, names: Sequence[str], num_nodes: int, until: float) -> None:
     """Node 0: wait for all, hand out the list, collect who does not reach whom, tell everyone the verdict."""
-    server = socket.create_server(("", port), backlog=num_nodes)
+    try:
+        server = socket.create_server(("", port), backlog=num_nodes)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise Unreachable(f"MASTER_PORT {port} cannot be used on this host: {why}; choose another") from None
     nodes, guests, began = {0: me}, {}, time.monotonic()
+    problems = []
     while len(nodes) < num_nodes and (left := until - time.monotonic()) > 0:
         server.settimeout(left)
         try:
             connection, _ = server.accept()
             guest = receive(connection, min(until, time.monotonic() + REACH_S))
-            nodes[guest["node"]], guests[guest["node"]] = guest, connection
+            number, host = int(guest["node"]), str(guest["host"])
+            if guest.get("nodes", num_nodes) != num_nodes:
+                problems.append(f"{host} was started with NNODES = {guest['nodes']}, {me['host']} with {num_nodes}")
+            if nodes.get(number, guest)["host"] != host:
+                problems.append(f"{host} and {nodes[number]['host']} both were started with NODE_RANK = {number}")
+            nodes[number], guests[number] = guest, connection
+            if problems:
+                break
         except (OSError, ValueError, KeyError, TypeError):
             continue  # not one of us, or it will try again
     missing = [number for number in range(num_nodes) if number not in nodes]
-    problems = [f"{node['host']}: {node['problem']}" for node in nodes.values() if node.get("problem")]
-    if missing:
+    problems += [f"{node['host']}: {node['problem']}" for node in nodes.values() if node.get("problem")]
+    if missing and not problems:
         who = ", ".join(f"{number} ({names[number]})" if number < len(names) else str(number) for number in missing)
         came = ", ".join(f"{number} ({node['host']})" for number, node in sorted(nodes.items()))
         waited = f"{time.monotonic() - began:.0f} s"
@@ -168,17 +191,22 @@ def join_meeting(me: dict[str, Any], head: str, port: int, num_nodes: int, until
             if nodes and isinstance(nodes[0], dict):
                 send(connection, reach([node for node in nodes if node["node"] != me["node"]]))
                 nodes = receive(connection, time.monotonic() + num_nodes * REACH_S * 2 + 5)
-        except OSError as error:
-            raise Unreachable(f"node 0 at {head}:{port} left the meeting: {error}") from None
+        except (OSError, ValueError) as error:
+            raise Unreachable(f"node 0 at {head}:{port} left the meeting, or is something else: {error}") from None
         if nodes:
             sys.exit(1)  # node 0 says why
 
 
 def meet(environment: dict[str, str]) -> dict[str, str]:
     """Variables for the node's ranks; Unreachable when the nodes do not all reach each other."""
+    for name in ("NNODES", "NODE_RANK", "MASTER_PORT", "MEET_S"):
+        if not environment.get(name, "60").isdigit():
+            raise Unreachable(f"{name} = {environment[name]!r}; a whole number is wanted")
     num_nodes, number = int(environment["NNODES"]), int(environment["NODE_RANK"])
     if num_nodes == 1:
         return {}
+    if number >= num_nodes:
+        raise Unreachable(f"NODE_RANK = {number}, but there are NNODES = {num_nodes}, counted from 0")
     master, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     until = time.monotonic() + float(environment.get("MEET_S", "60"))
     head, here = resolve(master, num_nodes), addresses()
@@ -188,11 +216,12 @@ def meet(environment: dict[str, str]) -> dict[str, str]:
         address, interface = own_address(head, here, environment)
     except Unreachable as error:
         if number:  # node 0 has the word
-            me = {"node": number, "host": socket.gethostname(), "problem": str(error)}
+            me = {"node": number, "nodes": num_nodes, "host": socket.gethostname(), "problem": str(error)}
             join_meeting(me, head, port, num_nodes, until)
         raise
     with socket.create_server((address, 0), backlog=num_nodes) as listener:  # the kernel answers for it
-        me = {"node": number, "host": socket.gethostname(), "address": address, "interface": interface}
+        me = {"node": number, "nodes": num_nodes, "host": socket.gethostname()}
+        me |= {"address": address, "interface": interface}
         me["port"] = listener.getsockname()[1]
         if number == 0:
             host_meeting(me, port, environment.get("NODE_NAMES", "").split(","), num_nodes, until)

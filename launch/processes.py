@@ -120,7 +120,7 @@ def clean_leftovers(records: list[dict[str, Any]]) -> list[str]:
     everyone = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     for pid in everyone:
         if _stat(pid)[0] in sessions:
-            segments |= mapped_segments(pid)
+            segments |= own_segments(pid)
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 removed.append(f"process {pid}")
@@ -136,9 +136,17 @@ def clean_leftovers(records: list[dict[str, Any]]) -> list[str]:
 
 def unlink_own_segments() -> None:
     """Names of the shared memory that this process has mapped, which vLLM's CPU build leaves behind; mappings stay."""
-    for segment in mapped_segments(os.getpid()):
+    for segment in own_segments(os.getpid()):
         with contextlib.suppress(OSError):
             segment.unlink()
+
+
+def own_segments(pid: int) -> set[Path]:
+    """Of those that a process has mapped, the ones directly in /dev/shm that are not older than it: nobody's data."""
+    boot = [line.split()[1] for line in read_text("/proc/stat").splitlines() if line.startswith("btime")]
+    began = int(boot[0]) + int(_stat(pid)[1] or 0) / os.sysconf("SC_CLK_TCK") if boot else 0.0
+    found = [path for path in mapped_segments(pid) if path.parent == Path("/dev/shm") and path.exists()]
+    return {path for path in found if path.stat().st_ctime > began - 2}
 
 
 def mapped_segments(pid: int) -> set[Path]:

@@ -42,7 +42,7 @@ from launch.processes import (
     identity,
     is_alive,
     lost_ranks,
-    mapped_segments,
+    own_segments,
     parse_table,
     read_text,
     unlink_own_segments,
@@ -114,7 +114,7 @@ class RunDir:
 
     def note_process(self) -> None:
         """Record pid, session and shared memory of this rank, for stack dumps and for the next start's cleaning."""
-        record = identity() | {"segments": sorted(map(str, mapped_segments(os.getpid())))}
+        record = identity() | {"segments": sorted(map(str, own_segments(os.getpid())))}
         write_atomic(self.log_file.with_suffix(".json"), json.dumps(record))
 
     def clean(self) -> None:
@@ -275,7 +275,7 @@ class StopRequest:
     def __init__(self, run: RunDir, time_limit_s: float = 0.0, started: float | None = None, grace_s: float = 2.0):
         """`started`: the job's start in Unix seconds, from which `time_limit_s` (0: none) counts."""
         self.run, self.grace_s, self.pid = run, grace_s, os.getpid()
-        self.launcher = os.getppid()
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
         start = time.time() if started is None else started
         ends = [float(os.environ.get("SLURM_JOB_END_TIME") or "inf")]
         self.deadline = min([*ends, start + time_limit_s] if time_limit_s > 0 else ends)
@@ -317,7 +317,7 @@ class StopRequest:
         """
         mine = self.run.world - self.run.rank  # of several ranks the first is named
         votes = [0, 0, 0, self.signal * self.run.world + mine - 1 if self.signal else 0]
-        votes.append(mine if os.getppid() != self.launcher else 0)
+        votes.append(mine if self.launcher not in (0, os.getppid()) else 0)
         if self.run.rank == 0:
             need_s = max(self.steps_s, default=0.0) + max(self.saves_s, default=0.0)
             left_s = self.deadline - time.time()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import tarfile
@@ -22,6 +23,7 @@ VARIABLES = (
     *("TORCH_", "PYTORCH_", "GLOO_", "HCCL_", "TASK_QUEUE", "ASCEND_", "VLLM_", "TP_SOCKET", "WORLD_SIZE"),
 )
 """Beginnings of the names of variables that change a run; no others are written: they may hold secrets."""
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
 def sources() -> list[Path]:
@@ -35,6 +37,7 @@ def keep(directory: Path) -> None:
     with tarfile.open(directory / "code.tar.gz", "w:gz", compresslevel=1) as archive:
         for path in sources():
             archive.add(path, path.relative_to(ROOT).as_posix())
-    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    names = [name for name in sorted(os.environ) if name.startswith(VARIABLES) and not SECRET.search(name)]
+    chosen = {name: os.environ[name] for name in names}
     record = {"command": sys.orig_argv, "directory": os.getcwd(), "host": socket.gethostname(), "environment": chosen}
     (directory / "launch.json").write_text(json.dumps(record, indent=1) + "\n")

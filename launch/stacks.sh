@@ -10,13 +10,14 @@ python=${PYTHON:-python}
 
 places=$("$python" -m launch.stacks where "$run_dir") # host and Slurm job of each host with ranks
 while read -r host job <&3; do
+    [ "$host" ] || continue
     ask=("$python" -m launch.stacks ask "$run_dir")
     if [ "$host" = "$(hostname)" ]; then
         "${ask[@]}"
     elif [ "$job" != - ]; then
         srun --overlap --jobid "$job" --nodes 1 --ntasks 1 --nodelist "$host" "${ask[@]}" || echo "$host: srun failed" >&2
     else
-        ssh -n "$host" "cd $PWD && ${ask[*]}" || echo "$host: ssh failed" >&2
+        ssh -n "$host" "cd $(printf %q "$PWD") && $(printf '%q ' "${ask[@]}")" || echo "$host: ssh failed" >&2
     fi
 done 3<<<"$places"
 exec "$python" -m launch.stacks show "$run_dir"

@@ -18,6 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +38,9 @@ from parallel.tensor_file import parse_json, sync_directory, write, write_bytes
 
 log = logging.getLogger(__name__)
 MARKER, TORN, FORMAT = "complete.json", "torn.json", 3
+COMPLETE = re.compile(r"step_\d{6,}(\.old)?")
+OURS = re.compile(r"\.?step_\d{6,}(\.(old|part|trash))*")
+"""Names that saves and pruning may touch; everything else below checkpoints/ is somebody's own."""
 
 State = tuple[Sequence[Piece], dict[str, torch.Tensor]]
 """The pieces of this rank and the stores they are in (contiguous, all of one dtype)."""
@@ -152,9 +157,12 @@ def _commit(part: Path, final: Path, marker: Marker) -> None:
     serial = 1 + max((found.serial for _, found in complete(root)), default=0)
     sync_directory(part)
     old = final.with_name(f"{final.name}.old")
-    if final.exists():
-        _remove(old)
-        final.rename(old)
+    if final.exists() or final.is_symlink():
+        if (final / MARKER).exists():
+            _remove(old)
+            final.rename(old)
+        else:  # a save that did not end; `old` may be the complete one of before it
+            _remove(final)
     part.rename(final)
     sync_directory(root)
     body = json.dumps(vars(replace(marker, serial=serial))).encode()
@@ -173,7 +181,7 @@ def prune(root: str | Path, keep: int, keep_every: int = 0) -> list[str]:
     kept |= {path for path, marker in found if keep_every and marker.step % keep_every == 0}
     removed = []
     for path in sorted(Path(root).glob("*step_*")) if found else []:
-        if path not in kept:
+        if path not in kept and OURS.fullmatch(path.name) and not path.is_symlink():
             trash = path
             if not path.name.endswith(".trash"):
                 trash = path.with_name(f".{path.name.lstrip('.')}.trash")
@@ -247,8 +255,12 @@ def read_marker(path: Path) -> Marker:
     table = parse_json(body, file)
     if table.get("format") != FORMAT:
         raise ValueError(f"{file}: format {table.get('format')!r}, this version reads {FORMAT}")
-    marker = Marker(**table)
-    for name, (size, *_) in marker.files.items():
+    try:
+        marker = Marker(**table)
+        sizes = {name: size for name, (size, *_) in marker.files.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file}: not a marker of this format: {error}") from None
+    for name, size in sizes.items():
         member = path / name
         actual = member.stat().st_size if member.exists() else -1
         if actual != size:
@@ -257,12 +269,16 @@ def read_marker(path: Path) -> Marker:
 
 
 def complete(root: str | Path, why_not: Callable[[str], None] = log.debug) -> list[tuple[Path, Marker]]:
-    """Complete checkpoints below `root`, newest first; the others are passed to `why_not`."""
+    """Complete checkpoints below `root`, newest first; the others are passed to `why_not`. OSError when the filesystem
+    does not answer: a checkpoint is not passed over for that.
+    """
     found = []
     for path in sorted(Path(root).glob("step_*"), reverse=True):
+        if not COMPLETE.fullmatch(path.name) or path.is_symlink():
+            continue  # somebody's own
         try:
             found.append((path, read_marker(path)))
-        except (ValueError, OSError, TypeError) as error:
+        except ValueError as error:
             why_not(str(error))
     return sorted(found, key=lambda item: -item[1].serial)
 
@@ -276,6 +292,7 @@ def find(run_dir: str | Path, resume: str = "auto", rank: int = 0, group: Any = 
 
 
 def _find(root: Path, resume: str) -> Path | None:
+    resume = _after_requeue(root, resume)
     if resume == "none":
         return None
     if resume != "auto":
@@ -283,6 +300,11 @@ def _find(root: Path, resume: str) -> Path | None:
         return Path(resume)
     found = complete(root, lambda reason: log.warning("resume: skipped %s", reason))
     if not found:
+        if torn := [path for path in sorted(root.glob("step_*")) if (path / TORN).exists()]:
+            raise ValueError(
+                f"{torn[-1]}: a file was found damaged earlier, and no other checkpoint is complete; "
+                'checkpoint.resume = "none" starts anew'
+            )
         return None
     path = found[0][0]
     latest = root / "latest"
@@ -290,6 +312,19 @@ def _find(root: Path, resume: str) -> Path | None:
     if named != path.name:
         log.warning("resume: %s says %r, the newest complete checkpoint is %s", latest, named, path.name)
     return path
+
+
+def _after_requeue(root: Path, resume: str) -> str:
+    """A Slurm job that is queued again goes on from what it saved itself, whatever its first attempt began from."""
+    if resume == "auto" or not int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+        return resume
+    mine = f'"job": "{os.environ.get("SLURM_JOB_ID")}"'
+    records = [file for file in root.parent.glob("logs/attempt_*/rank_000.json") if mine in file.read_text()]
+    began = min((file.stat().st_mtime for file in records), default=float("inf"))
+    if not any((path / MARKER).stat().st_mtime > began for path, _ in complete(root)):
+        return resume
+    log.warning("resume: queued again, so from the newest checkpoint; checkpoint.resume = %s was for the start", resume)
+    return "auto"
 
 
 def load_small(directory: str | Path) -> dict[str, Any]:

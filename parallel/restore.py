@@ -34,7 +34,7 @@ from parallel.device import Device
 from parallel.layout import Kind, Layout, Piece
 from parallel.reshard import Resharder
 from parallel.reshard_plan import plan
-from parallel.tensor_file import Header, allocate, read, read_header
+from parallel.tensor_file import Header, Unreadable, allocate, read, read_header
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,10 +63,19 @@ def restore(
 
 
 def agreed(function: Callable[[], T], group: Any) -> T:
-    """`function` on all ranks; whatever is wrong with a file on any rank is Torn on all."""
+    """`function` on all ranks; a damaged file of any rank is Torn on all. One that the system did not read is OSError:
+    it may be whole, and nothing is condemned for it.
+    """
+
+    def attempt() -> T:
+        try:
+            return function()
+        except Unreadable as error:
+            raise OSError(str(error)) from error
+
     try:
-        return each(function, group)
-    except (ValueError, OSError) as error:
+        return each(attempt, group)
+    except ValueError as error:
         raise Torn(str(error)) from error
 
 

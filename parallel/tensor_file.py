@@ -44,6 +44,10 @@ CHUNK = 8 << 20
 HASH_THREADS = 2
 
 
+class Unreadable(ValueError):
+    """The system did not read a file, which may be whole: too many open files, a filesystem that was away."""
+
+
 @dataclass(frozen=True)
 class Entry:
     dtype: str
@@ -102,7 +106,7 @@ def read_header(file: Path) -> Header:
     except FileNotFoundError:
         raise ValueError(f"{file}: does not exist") from None
     except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+        raise Unreadable(f"{file}: cannot be read: {error.strerror}") from None
     table = parse_json(text, file)
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):

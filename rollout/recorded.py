@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -69,12 +70,15 @@ def read(directory: str | Path, step: int, rank: int, world: int) -> list[Sample
         )
     found: list[Sample] = []
     for file in files:
-        with np.load(file) as table:
-            if len(files) != int(table["world"]):
-                raise ValueError(f"{source} holds the samples of {len(files)} of {int(table['world'])} ranks")
-            samples = decode(table["samples"])
-            for i, sample in enumerate(samples):
-                sample.routes = table[f"routes_{i}"] if f"routes_{i}" in table else None
-            found += samples
+        try:
+            with np.load(file) as table:
+                world_then, samples = int(table["world"]), decode(table["samples"])
+                for i, sample in enumerate(samples):
+                    sample.routes = table[f"routes_{i}"] if f"routes_{i}" in table else None
+        except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
+            raise ValueError(f"{file}: not a recording, or damaged: {error}") from None
+        if len(files) != world_then:
+            raise ValueError(f"{source} holds the samples of {len(files)} of {world_then} ranks")
+        found += samples
     ordered = [replace(sample, owner=i % world) for i, sample in enumerate(canonical(found))]
     return [replace(s, routes=s.routes if s.owner == rank else None) for s in ordered]

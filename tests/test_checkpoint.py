@@ -20,7 +20,7 @@ import torch
 
 from parallel import checkpoint
 from parallel.boxes import cover_gap, disjoint, part_of, range_boxes, single_layers, subtract
-from parallel.checkpoint import MARKER, Saver, Torn, find, load_own, load_small, prune, read_marker, save
+from parallel.checkpoint import FORMAT, MARKER, Saver, Torn, find, load_own, load_small, prune, read_marker, save
 from parallel.device import Device
 from parallel.family import kinds, model_shape
 from parallel.grid import TrainGrid
@@ -289,7 +289,7 @@ TEARS = {
     "cut marker": lambda p: os.truncate(p / MARKER, 50),
     "flipped marker": lambda p: flip(p / MARKER, 20),
     "marker of the future": lambda p: (p / MARKER).write_text(
-        (p / MARKER).read_text().replace('"format": 2', '"format": 9')
+        (p / MARKER).read_text().replace(f'"format": {FORMAT}', '"format": 9')
     ),
 }
 DAMAGE = {
@@ -311,6 +311,76 @@ def test_find_passes_over_torn_ones_and_says_why(tmp_path, caplog, tear):
     assert value_of(find(tmp_path)) == 1.0
     with pytest.raises(ValueError, match=str(torn)):
         find(tmp_path, str(torn))
+
+
+@pytest.mark.parametrize("target", ["parallel.tensor_file.open", "parallel.restore.read"])
+def test_a_file_that_the_system_does_not_read_condemns_no_checkpoint(tmp_path, monkeypatch, target):
+    for step in (1, 2, 3):
+        save_one(tmp_path, step)
+
+    def away(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, away, raising=False)
+        with pytest.raises(OSError, match="Input/output error"):
+            restore_newest(tmp_path, "auto", KINDS, one_state(), 0, None, CPU)
+    assert find(tmp_path).name == "step_000003" and not list(tmp_path.rglob("torn.json"))
+
+
+def test_a_damaged_only_checkpoint_is_no_silent_restart_however_often_one_tries(tmp_path):
+    DAMAGE["flipped data"](save_one(tmp_path, 7))
+    for _ in range(3):
+        with pytest.raises(ValueError, match='checkpoint.resume = "none" starts anew'):
+            restore_newest(tmp_path, "auto", KINDS, one_state(), 0, None, CPU)
+    assert find(tmp_path, "none") is None
+
+
+def test_pruning_touches_what_saves_made_and_nothing_else(tmp_path):
+    for step in (1, 2):
+        save_one(tmp_path, step)
+    root = tmp_path / "checkpoints"
+    mine = ["best_step_000001", "step_000001_keep", "export_step_000002", "notes_step_2.txt"]
+    for name in mine:
+        (root / name).mkdir()
+    (root / "step_best").symlink_to("step_000002")
+    (root / ".step_000009.part").mkdir()
+    save_one(tmp_path, 3)
+    assert prune(root, 2) == [".step_000009.part", "step_000001"]
+    assert {f.name for f in root.iterdir()} == {*mine, "latest", "step_best", "step_000002", "step_000003"}
+
+
+def test_two_interrupted_saves_of_one_step_leave_the_complete_one(tmp_path, monkeypatch):
+    save_one(tmp_path, 2, 1.0)
+
+    def full(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr("parallel.checkpoint.write_bytes", full)
+            with pytest.raises(OSError):
+                save_one(tmp_path, 2, 5.0)
+        assert value_of(find(tmp_path)) == 1.0
+    assert save_one(tmp_path, 2, 6.0) == find(tmp_path) and value_of(find(tmp_path)) == 6.0
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_job_that_is_queued_again_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch, saved):
+    old = save_one(tmp_path, 1)
+    os.utime(old / MARKER, (1e9, 1e9))
+    attempt = tmp_path / "logs" / "attempt_2"
+    attempt.mkdir(parents=True)
+    (attempt / "rank_000.json").write_text('{"job": "77", "restart": "0"}')
+    os.utime(attempt / "rank_000.json", (1.1e9, 1.1e9))
+    if saved:
+        save_one(tmp_path, 2)
+    assert find(tmp_path, "none") is None
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for resume in ("none", str(old)):
+        found = find(tmp_path, resume)
+        assert (found and found.name) == ("step_000002" if saved else None if resume == "none" else "step_000001")
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -43,6 +43,12 @@ def test_flags_are_options():
     assert debug.prepared(load(debug.flags(["--debug-rank", "0"]))).runtime.deadline_s == debug.PATIENCE_S
 
 
+@pytest.mark.parametrize("words", [["--record"], ["--replay", "--rollout-only"], ["--debug-rank"]])
+def test_a_flag_without_its_value_is_refused(words):
+    with pytest.raises(ConfigError, match=f"{words[0]} needs a (rank|directory) after it"):
+        debug.flags(words)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -95,7 +101,11 @@ def test_recorded_samples_come_back_under_any_number_of_ranks(tmp_path):
         assert owned == 7
     with pytest.raises(ValueError, match=r"holds steps \[4\]"):
         recorded.read(tmp_path, 5, 0, 1)
-    (tmp_path / "step_000004" / "rank_001.npz").unlink()
+    damaged = tmp_path / "step_000004" / "rank_001.npz"
+    os.truncate(damaged, damaged.stat().st_size // 2)
+    with pytest.raises(ValueError, match="rank_001.npz: not a recording, or damaged"):
+        recorded.read(tmp_path, 4, 0, 1)
+    damaged.unlink()
     with pytest.raises(ValueError, match="2 of 3 ranks"):
         recorded.read(tmp_path, 4, 0, 1)
 
@@ -212,7 +222,7 @@ def test_a_breakpoint_without_a_terminal_is_one_clear_error(tmp_path, options):
 
 PHASES = [
     *("build", "load", "reshard", "gen", "generate_sequences", "reward", "old_log_prob", "ref", "adv"),
-    *("update_actor", "save_checkpoint", "testing"),
+    *("update_actor", "save_checkpoint", "testing", "start_profile", "stop_profile", "routes"),
 ]
 SEVERAL = ["algorithm.old_log_probs=recompute", "algorithm.kl_loss=0.01", "checkpoint.at_end=true"]
 
@@ -224,6 +234,7 @@ def hang(tmp_path: Path, options: list[str], phase: str, rank: int, deadline_s: 
     if phase == "testing":
         file = next(word for word in options if word.startswith("data.train_files"))
         command += [file.replace("train", "val"), "eval.every_steps=1", "eval.max_prompts=4"]
+    command += ["rollout.routing_replay=R3"] if phase == "routes" else []
     env = environment({"TEST_HANG": f"{phase} {rank}"})
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
     return Job(done.returncode, done.stdout + done.stderr, run_dir)

@@ -398,6 +398,14 @@ def test_load_casts_and_export_refuses_to_overwrite(tmp_path):
         export(tmp_path / "out", layout, stores, shape, tmp_path / "in", 0, None, CPU)
     with pytest.raises(ValueError, match="made from"):
         export(tmp_path / "in", layout, stores, shape, tmp_path / "in", 0, None, CPU, overwrite=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match="holds no model that could be overwritten"):
+        export(tmp_path / "run", layout, stores, shape, tmp_path / "in", 0, None, CPU, overwrite=True)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="would replace .*/in, which it is made from"):
+        export(tmp_path, layout, stores, shape, tmp_path / "in", 0, None, CPU, overwrite=True)
+    assert (tmp_path / "in" / "config.json").exists() and (tmp_path / "run" / "metrics.jsonl").exists()
     export(tmp_path / "out", layout, stores, shape, tmp_path / "in", 0, None, CPU, dtype="float32", overwrite=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
 

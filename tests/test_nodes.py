@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,3 +225,70 @@ def test_variables_of_the_user_choose_the_interface():
     assert nodes.own_address("10.0.0.1", here, {"NCCL_SOCKET_IFNAME": "=ib0,ib1"}) == ("10.1.0.1", "ib0")
     with pytest.raises(nodes.Unreachable, match="eth1"):
         nodes.own_address("10.0.0.1", here, {"HCCL_SOCKET_IFNAME": "eth1"})
+
+
+def test_the_libraries_prefixes_name_an_interface_too():
+    here = {"10.0.0.1": "eth0", "10.1.0.1": "ib0"}
+    for value, address in (("ib", "10.1.0.1"), ("enp,eth", "10.0.0.1")):
+        assert nodes.own_address("10.0.0.1", here, {"HCCL_SOCKET_IFNAME": value})[0] == address
+        with pytest.raises(nodes.Unreachable):  # gloo wants the whole name, and = makes a name exact
+            nodes.own_address("10.0.0.1", here, {"GLOO_SOCKET_IFNAME": value})
+        with pytest.raises(nodes.Unreachable):
+            nodes.own_address("10.0.0.1", here, {"NCCL_SOCKET_IFNAME": f"={value}"})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"NNODES": "x"}, "NNODES = 'x'"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT = 'abc'"),
+        ({"MEET_S": "ten"}, "MEET_S = 'ten'"),
+        ({"NODE_RANK": "2"}, "NODE_RANK = 2, but there are NNODES = 2"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT 99999 cannot be used"),
+        ({"MASTER_PORT": "taken"}, "cannot be used on this host: Address already in use"),
+        ({"PATH": "/nowhere"}, "iproute2"),
+    ],
+)
+def test_a_wrong_environment_is_one_message(wrong, said):
+    with socket.create_server(("", 0)) as other:
+        wrong = {name: str(other.getsockname()[1]) if value == "taken" else value for name, value in wrong.items()}
+        variables = {"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "0", "MASTER_ADDR": own_ip()} | wrong
+        command = [sys.executable, "-m", "launch.nodes", "meet"]
+        env = {**os.environ, **variables}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def own_ip() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 9))
+        except OSError:
+            pytest.skip("this machine has no network interface")
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize(
+    ("guest", "said"),
+    [
+        ({"nodes": 3, "node": 1, "host": "b"}, "b was started with NNODES = 3, a with 2"),
+        ({"nodes": 2, "node": 0, "host": "b"}, "b and a both were started with NODE_RANK = 0"),
+    ],
+)
+def test_nodes_that_were_started_differently_are_told(guest, said):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def visit():
+        wait_for(
+            lambda: not nodes.reach([{"host": "a", "address": "127.0.0.1", "port": port, "interface": ""}]), 10, "a"
+        )
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            nodes.send(connection, guest)
+            nodes.receive(connection, time.monotonic() + 10)
+
+    visitor = threading.Thread(target=visit)
+    visitor.start()
+    with pytest.raises(nodes.Unreachable, match=said):
+        nodes.host_meeting({"node": 0, "host": "a"}, port, ["a", "b"], 2, time.monotonic() + 20)
+    visitor.join()

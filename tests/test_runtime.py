@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from multiprocessing import shared_memory
@@ -94,6 +95,27 @@ def test_a_rank_that_died_is_named_beside_what_the_others_raise(tmp_path):
         run.log_file.with_name("rank_001.json").write_text(json.dumps(record))
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
     assert read_status(run.path)["why"].startswith("rank 0: ranks [1] died without a word; RuntimeError: Connection")
+
+
+def test_data_that_people_keep_in_shared_memory_stays(tmp_path):
+    """Mapped files that are older than the process, or lie in a directory, are no leftovers."""
+    name = f"alternator-test-{os.getpid()}"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        theirs, older, own = Path(directory, "model"), Path("/dev/shm", f"{name}-old"), Path("/dev/shm", f"{name}-own")
+        older.write_bytes(bytes(4096))
+        time.sleep(3)  # the clock ticks of a process's start are coarse
+        code = (
+            f"import sys\nopen({str(own)!r}, 'wb').write(bytes(4096))\nopen({str(theirs)!r}, 'wb').write(bytes(4096))\n"
+        )
+        code += f"files = {[str(f) for f in (theirs, older, own)]!r}\nimport mmap\n"
+        code += "held = [open(f, 'r+b') for f in files]\nmaps = [mmap.mmap(f.fileno(), 4096) for f in held]\n"
+        code += "from launch.processes import unlink_own_segments\nunlink_own_segments()"
+        try:
+            subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+            assert theirs.exists() and older.exists() and not own.exists()
+        finally:
+            older.unlink(missing_ok=True)
+            own.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("where", ["file/run", "file"])

@@ -236,3 +236,23 @@ def test_node_sh_sets_and_prints_the_platform_s_environment(tmp_path, platform, 
     assert {name: found[name] for name in expected} == expected
     assert all(f"{name}={value}" in found["told"] for name, value in expected.items())
     assert "ulimit -n" in found["told"]
+
+
+def test_both_of_ascend_s_scripts_are_read_and_a_failing_one_is_told(tmp_path):
+    for name, text in (("ascend-toolkit", "ASCEND_HOME_PATH=/x"), ("nnal/atb", "ATB_HOME_PATH=/y; false")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "set_env.sh").write_text(f"export {text}\n")
+    names = {"ASCEND_HOME_PATH": "", "ATB_HOME_PATH": ""}
+    found = node_environment(tmp_path, PLATFORM="npu", ASCEND_ROOT=str(tmp_path), **names)
+    assert (found["ASCEND_HOME_PATH"], found["ATB_HOME_PATH"]) == ("/x", "/y")
+
+
+def test_a_head_node_without_address_is_named(tmp_path):
+    for name, text in (("scontrol", "echo nowhere-17.invalid"), ("srun", "exit 9"), ("squeue", "")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "x", "SLURM_JOB_ID": "7", "PYTHON": sys.executable}
+    env = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "launch/job.sbatch", "launch/recipes/quickstart.toml", f"run_dir={tmp_path}/run"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "the head node nowhere-17.invalid does not resolve" in done.stderr, done.stderr
