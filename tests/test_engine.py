@@ -107,7 +107,7 @@ class World:
         config, shape = config_of(path, **rollout), model_shape(read_config(path))
         r = config.rollout
         arguments = engine_arguments(config, shape, RolloutGrid(self.size, r.tp, r.dp, r.expert_parallel), "cpu")
-        engine = _build(arguments | {"load_format": "auto"}, {}, "cpu")
+        engine = _build(arguments | {"load_format": "auto"}, "cpu")
         model = engine.model_executor.driver_worker.worker.model_runner.get_model()
         copies = {name: tensor.clone() for name, tensor in stores(model).items()}
         del engine, model
