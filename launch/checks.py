@@ -1,9 +1,8 @@
 """Rules that a Config must keep, beyond names and types: ranges, combinations, the world, the model.
 
 check needs the config only, check_world the number of ranks, check_model the model's shape; each raises one ConfigError
-with the numbers and the remedy. A parameter of a choice that was not made (algorithm.gamma with GRPO) is refused, since
-it would be ignored; one of a feature with its own switch (eval.top_p with eval.every_steps = 0) is not, since
-`eval.every_steps=0` must be enough. Left out: files and devices (whoever opens them says what is wrong), and memory.
+with the numbers and the remedy. A parameter of a choice that was not made (algorithm.gamma with GRPO) is refused; one
+of a feature with its own switch (eval.top_p with eval.every_steps = 0) is not. Left out: files, devices, memory.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ ZERO_OR_MORE = """
     algorithm.overlong_buffer_tokens algorithm.overlong_penalty algorithm.dynamic_sampling_max_rounds
     algorithm.correction_low reward.gsm8k_window_chars reward.workers eval.every_steps eval.temperature
     eval.max_prompts checkpoint.every_steps checkpoint.keep_every runtime.time_limit_s runtime.self_check_probs_diff"""
-ABOVE_ZERO = """
-    train.optimizer.eps rollout.temperature algorithm.sapo_tau_positive algorithm.sapo_tau_negative
+ABOVE_ZERO = """train.optimizer.eps rollout.temperature algorithm.sapo_tau_positive algorithm.sapo_tau_negative
     algorithm.correction_high reward.timeout_s runtime.deadline_s"""
 SHARES = "train.optimizer.cpu_offload_fraction rollout.min_p algorithm.gamma"
 
@@ -66,12 +64,16 @@ CHOICES: tuple[tuple[str, str, str], ...] = (
 """(option, the choice it belongs to, values that use it)."""
 
 
-def check(config: Config) -> None:
-    """Everything that the config alone can tell. With `world` set, check_world of it too."""
+def check_ranges(config: Config) -> None:
     for allowed, accepts, names in RANGES:
         for name in names.split():
             if not accepts(value := _get(config, name)):
                 raise ConfigError(f"{name} must be {allowed}, got {value!r}")
+
+
+def check(config: Config) -> None:
+    """Everything that the config alone can tell. With `world` set, check_world of it too."""
+    check_ranges(config)
     for name, choice, users in CHOICES:
         value, chosen = _get(config, name), _get(config, choice)
         if value != _get(Config(), name) and chosen not in users.split():

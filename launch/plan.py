@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.checks import check_ranges
 from launch.config import Config, check_model, check_world, load
 from parallel.family import ModelShape, model_shape, read_config
 from parallel.grid import RolloutGrid, TrainGrid
@@ -44,6 +46,11 @@ def main(argv: list[str]) -> int:
         world = options.world or config.world
         if not world:
             raise ValueError("how many ranks? set `world` in the recipe or give --world N")
+        check_ranges(config)
+        for name in ("world", "node_size", "nic_gb_s", "link_gb_s"):
+            value = world if name == "world" else getattr(options, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be greater than 0 and finite, got {value}")
         result = reshard(config, world, options.node_size)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -226,7 +226,7 @@ def read_stores(index: Index, file: str, dtype: str) -> dict[str, torch.Tensor]:
     header = index.headers[file]
     stores = {name: tensor for name, tensor in allocate(header).items() if name not in index.skipped}
     read(index.path / file, header, stores)
-    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in stores.items()}
+    return {name: stores.pop(name).to(getattr(torch, dtype)) for name in list(stores)}
 
 
 def load(
@@ -245,6 +245,7 @@ def load(
         stores = each(partial(read_stores, index, layout.coordinates[rank], layout.dtype), group)
         moved = plan(layout, target, partial=True)
         Resharder(moved, rank, group, layout, target, device).run(stores, target_stores)
+        del stores  # before the next file is read: at most one is in host memory
         written += int(moved.moves.size.sum() + moved.local.size.sum())
     wanted = sum(elements(box) * len(ranks) for boxes in target.table.values() for box, ranks in boxes.items())
     assert written == wanted, f"{path}: {written} elements written, {target.name} has {wanted}"

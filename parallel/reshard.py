@@ -81,7 +81,7 @@ class Resharder:
         device: Device,
         shared: Slots | None = None,
     ):
-        """`shared`: buffers of a resharder that never runs at the same time, used when large enough."""
+        """`shared`: buffers of resharders that never run at the same time; they grow here to what this one needs."""
         self.plan, self.rank, self.group = plan, rank, group
         self.source, self.target = source, target
         self.dtype = getattr(torch, target.dtype)
@@ -96,9 +96,13 @@ class Resharder:
         count = min(2, len(self.rounds))
         self.pairwise = False
         """Set when all_to_all_single fails its test on this group (see reshard_check.prepare)."""
-        self.slots: Slots = shared or []
-        if len(self.slots) < count or any(len(b) < n for slot in self.slots for b, n in zip(slot, sizes, strict=True)):
-            self.slots = [[torch.empty(n, dtype=self.dtype, device=device.torch) for n in sizes] for _ in range(count)]
+        self.slots: Slots = [] if shared is None else shared
+        self.slots += [[torch.empty(0, dtype=self.dtype, device=device.torch) for _ in sizes] for _ in range(count)]
+        del self.slots[2:]
+        for slot in self.slots:
+            for side, size in enumerate(sizes):
+                if len(slot[side]) < size:
+                    slot[side] = torch.empty(size, dtype=self.dtype, device=device.torch)
         self.sent, self.got = ([0] * plan.world for _ in range(2))
         """Elements that the last run sent to, and got from, each rank."""
 

@@ -10,6 +10,7 @@ holds what, so sources sum what each owns first; swapped rows, swapped experts a
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from parallel.layout import Box, Kind, Layout, Piece, intersect
 from parallel.reshard import Resharder, Stores, as_box, views
 from parallel.reshard_plan import Plan, match
 
+log = logging.getLogger(__name__)
 RAW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 CHUNK = 1 << 22
 """Elements hashed at a time: the weights of places take 8 bytes each."""
@@ -71,9 +73,14 @@ def _delivers(resharder: Resharder, device: Device) -> bool:
         want = [_pattern(number, src, resharder.rank, n) for src, n in enumerate(come)]
         send = torch.cat(mine).to(device.torch, resharder.dtype)
         receive = torch.full((sum(come),), -1, dtype=resharder.dtype, device=device.torch)
-        work = resharder.exchange(receive, send, come, sent)
-        if work is not None:
-            work.wait()
+        try:
+            work = resharder.exchange(receive, send, come, sent)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:  # this backend has no such exchange
+            log.warning("the exchange of the weight sync fails its test: %s", error)
+            good = False
+            break
         good &= torch.equal(receive.cpu(), torch.cat(want).to(resharder.dtype))
     flag = torch.tensor([int(good)], device=device.torch)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=resharder.group)

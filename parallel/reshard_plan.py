@@ -128,7 +128,7 @@ def plan(source: Layout, target: Layout, node_size: int = 8, cap_bytes: int = 25
             raise ValueError(f"{kind.name}: {source.name} has {source.kinds[kind.name]}, {target.name} has {kind}")
         held, needed = source.table.get(kind.name, {}), target.table[kind.name]
         common = match(held, needed)
-        if _overlaps(common, needed):
+        if _overlaps(kind, common, needed):
             held = _atoms(held)
             common = match(held, needed)
         if not partial:
@@ -198,8 +198,29 @@ def _covered(common: Match, count: int) -> Ints:
     return total
 
 
-def _overlaps(common: Match, needed: dict[Box, tuple[int, ...]]) -> bool:
-    return bool((_covered(common, len(needed)) > sizes(_array(needed))).any())
+def _overlaps(kind: Kind, common: Match, needed: dict[Box, tuple[int, ...]]) -> bool:
+    """Whether source boxes overlap within a needed box, also where a gap of equal size hides it: elements are counted
+    by random weights, which add up to those of the box only if each is covered once.
+    """
+    boxes = _array(needed)
+    if (_covered(common, len(needed)) > sizes(boxes)).any():
+        return True
+    weights, full = _weights(kind), _covered(common, len(needed)) == sizes(boxes)
+    total = np.zeros(len(needed), dtype=np.uint64)
+    np.add.at(total, common.target, _weigh(common.box, weights))
+    return bool((total != _weigh(boxes, weights))[full].any())
+
+
+def _weights(kind: Kind) -> list[np.ndarray]:
+    """Running sums, modulo 2**64, of a random weight of every coordinate of every axis; alike in every process."""
+    random = np.random.default_rng(0)
+    drawn = [random.integers(1, 1 << 63, size, dtype=np.uint64) for size in kind.shape]
+    return [np.concatenate([np.zeros(1, np.uint64), np.cumsum(axis, dtype=np.uint64)]) for axis in drawn]
+
+
+def _weigh(boxes: Ints, weights: list[np.ndarray]) -> np.ndarray:
+    spans = [sums[boxes[:, axis, 1]] - sums[boxes[:, axis, 0]] for axis, sums in enumerate(weights)]
+    return spans[0] * spans[1] * spans[2] * spans[3]
 
 
 def _atoms(held: dict[Box, tuple[int, ...]]) -> dict[Box, tuple[int, ...]]:

@@ -6,12 +6,14 @@ import json
 import os
 import random
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from parallel import hf
 from parallel.device import Device
 from parallel.family import kinds, model_shape
 from parallel.grid import TrainGrid
@@ -382,6 +384,25 @@ def test_a_bad_directory_fails_on_every_rank(tmp_path):
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     for message in run_ranks(2, _load_fails, str(tmp_path)):
         assert "model-00002-of-00003.safetensors" in message and len(message.splitlines()) <= 5
+
+
+def test_one_file_at_a_time_is_in_memory_and_each_is_read_once(tmp_path, monkeypatch):
+    tensors = write_model(tmp_path, CONFIGS["qwen3"], 4)
+    layout = megatron_layout(model_shape(CONFIGS["qwen3"]), TrainGrid(1))
+    real, held, files, count = hf.read_stores, [], [], 0
+
+    def watched(index, file, dtype):
+        nonlocal count
+        assert not any(reference() is not None for reference in held), "the file before is still in memory"
+        found = real(index, file, dtype)
+        held.extend(weakref.ref(tensor) for tensor in found.values())
+        files.append(file)
+        count += sum(tensor.nbytes for tensor in found.values())
+        return found
+
+    monkeypatch.setattr(hf, "read_stores", watched)
+    load(tmp_path, layout, empty_stores(layout, 0), 0, None, CPU)
+    assert len(files) == len(set(files)) == 4 and count == sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_load_casts_and_export_refuses_to_overwrite(tmp_path):

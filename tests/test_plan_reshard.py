@@ -84,6 +84,16 @@ def test_report_shows_the_naive_gather_and_each_rank(recipe, capsys):
         (["train.last_stage_layers=10"], "94 layers"),
         (["rollout.tpp=8"], "unknown option 'rollout.tpp'"),
         (["world=0"], "--world N"),
+        (["train.tp=0"], "train.tp must be at least 1, got 0"),
+        (["rollout.dp=0"], "rollout.dp must be at least 1, got 0"),
+        (["train.pp=-1"], "train.pp must be at least 1, got -1"),
+        (["rollout.redundant_experts=-8"], "rollout.redundant_experts must be at least 0, got -8"),
+        (["--world", "-8"], "--world must be greater than 0"),
+        (["--node-size", "0", "--json"], "--node-size must be greater than 0"),
+        (["--node-size", "-3"], "--node-size must be greater than 0"),
+        (["--nic-gb-s", "0"], "--nic-gb-s must be greater than 0"),
+        (["--nic-gb-s", "nan"], "--nic-gb-s must be greater than 0 and finite"),
+        (["--link-gb-s", "-1"], "--link-gb-s must be greater than 0"),
     ],
 )
 def test_refusals_are_one_message(recipe, capsys, arguments, message):

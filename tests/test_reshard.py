@@ -109,9 +109,55 @@ def test_buffers_are_bounded_and_shared():
     moves = plan(source, target, cap_bytes=1 << 16)
     first = Resharder(moves, 3, None, source, target, CPU)
     assert moves.rounds > 2 and sum(b.nbytes for slot in first.slots for b in slot) <= 2 * 2 * moves.cap_bytes
+    before = [buffer.data_ptr() for slot in first.slots for buffer in slot]
     assert Resharder(moves, 3, None, source, target, CPU, first.slots).slots is first.slots
+    assert [buffer.data_ptr() for slot in first.slots for buffer in slot] == before
     smaller = [[buffer[:1] for buffer in slot] for slot in first.slots]
-    assert len(Resharder(moves, 3, None, source, target, CPU, smaller).slots[0][0]) > 1
+    grown = Resharder(moves, 3, None, source, target, CPU, smaller).slots
+    assert grown is smaller
+    assert [[len(b) for b in slot] for slot in grown] == [[len(b) for b in slot] for slot in first.slots]
+
+
+class Module:
+    """A packed module of the engine, by the names of its stores alone."""
+
+    def __init__(self, *names: str):
+        self.names = names
+
+
+@pytest.mark.parametrize("vpp", [1, 2, 4])
+def test_buffers_of_many_packed_modules_are_those_of_the_largest(vpp):
+    """Plans with one and with two rounds take turns: they share one set of buffers, which grows."""
+    shape = small_shape(moe=False, num_layers=16, hidden=512, head_dim=64, ffn=2048)
+    source, target = megatron_layout(shape, TrainGrid(2, pp=2, vpp=vpp)), vllm_layout(shape, RolloutGrid(2, 2))
+    parts = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    packed = [Module(f"model.layers.{layer}.{part}.weight") for layer in range(16) for part in parts]
+    options = RolloutConfig(sync_staging_mib=1)
+    weights = WeightSync(source, target, options, 0, None, CPU, packed)
+    assert len(weights.parts) == 1 + 16 * 4 and len({id(part.resharder.slots) for part in weights.parts}) == 1
+    buffers = {b.data_ptr(): b.nbytes for part in weights.parts for slot in part.resharder.slots for b in slot}
+    rounds = {part.resharder.plan.rounds for part in weights.parts}
+    print(f"rounds {rounds}, {len(buffers)} buffers, {sum(buffers.values())} bytes")
+    assert len(buffers) <= 4 and sum(buffers.values()) <= 4 << 20
+
+
+def test_sums_are_verified_at_the_first_three_syncs_and_every_nth(monkeypatch):
+    """Damage at one element after the sync's own writes is found by exactly these runs."""
+    source, target, _ = one_rank()
+    weights = WeightSync(source, target, RolloutConfig(verify_every_steps=4, dtype="float32"), 0, None, CPU)
+    stores, caught = fresh(target, 0), []
+
+    def damage(*arguments):
+        next(iter(stores.values())).view(-1)[3] += 1
+        return []
+
+    monkeypatch.setattr("parallel.weight_sync.faults", damage)
+    for run in range(1, 13):
+        try:
+            weights.run(expected(source, 0), stores)
+        except RuntimeError:
+            caught.append(run)
+    assert caught == [1, 2, 3, 4, 8, 12]
 
 
 def test_missing_and_small_stores_are_named():
@@ -339,6 +385,13 @@ def broken_all_to_all(rank: int) -> tuple[bool, str]:
         receive.zero_()
         return work
 
+    def absent(*_, **__):
+        raise RuntimeError("ProcessGroupXYZ does not support alltoall_base")
+
+    dist.all_to_all_single = absent
+    prepare(resharder, CPU)
+    assert resharder.pairwise
+    resharder.pairwise = False
     dist.all_to_all_single = zeros
     prepare(resharder, CPU)
     stores = fresh(target, rank)

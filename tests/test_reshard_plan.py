@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from parallel.family import ModelShape
 from parallel.grid import RolloutGrid, TrainGrid
-from parallel.layout import Layout, elements
+from parallel.layout import Kind, Layout, Piece, elements
 from parallel.megatron_layout import megatron_layout
 from parallel.reshard_plan import Plan, plan
 from parallel.reshard_traffic import traffic
@@ -269,6 +269,18 @@ def test_sources_that_overlap_are_cut_into_atoms():
     job.slots = [[0, 1, 2, 1, 2, 3, 4, 5, 6, 5, 6, 7], [3, 2, 1, 0, 4, 5, 6, 7, 0, 1, 2, 3]]
     target, source = layouts(job)
     check_once(source, target, moves := plan(source, target), moves.fragments()[1])
+
+
+def test_a_gap_that_an_overlap_of_its_size_hides_is_named():
+    kinds = {"x": Kind("x", "x.weight", (1, 1, 8, 2))}
+
+    def rows(*ranges: tuple[int, int]) -> Layout:
+        pieces = tuple(Piece("x", ((0, 1), (0, 1), r, (0, 2)), f"s{r}", 0, 0, (4, 2, 1)) for r in ranges)
+        return Layout("source", kinds, (0,), lambda _: pieces, "float32")
+
+    with pytest.raises(ValueError, match="has 12 of 16 elements"):
+        plan(rows((0, 4), (2, 4), (6, 8)), rows((0, 8)))
+    assert plan(rows((0, 4), (2, 6), (6, 8)), rows((0, 8))).local.size.sum() == 16
 
 
 def test_what_no_source_holds_is_named():
