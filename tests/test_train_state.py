@@ -116,12 +116,13 @@ TP2, PP2, DP2, EP2 = dict(tp=2, etp=1), dict(pp=2), dict(), dict(ep=2)
 BF16 = dict(dtype="bfloat16")
 
 
-def check(results: list, states: list[str]) -> None:
+def check(results: list, states: list[str], tolerance: float = 1e-5) -> None:
     for rank in results:
         for pair in rank:
             assert set(pair["covered"].values()) == {""} and pair["states"] == states and pair["count"] == 2
             for (loss, norm), (loss2, norm2) in zip(pair["after"][:1], pair["again"][:1], strict=True):
-                assert abs(loss - loss2) <= 1e-5 * max(1, abs(loss)) and abs(norm - norm2) <= 1e-5 * max(1, norm)
+                assert abs(loss - loss2) <= tolerance * max(1, abs(loss))
+                assert abs(norm - norm2) <= tolerance * max(1, norm)
 
 
 @pytest.mark.slow
@@ -138,6 +139,9 @@ def test_tied_bf16_resumes_with_masters(tmp_path):
     pairs = [(PP2, PP2, BF16), (TP2, TP2, BF16)]
     results = run_ranks(2, _save_then_resume, str(directory), str(tmp_path / "out"), pairs, timeout_s=400)
     check(results, ["exp_avg", "exp_avg_sq", "master", "parameters"])
+    pairs = [(PP2, TP2, BF16), (TP2, DP2, BF16)]  # bit-equal as tensors; what is computed from them rounds elsewhere
+    results = run_ranks(2, _save_then_resume, str(directory), str(tmp_path / "moved"), pairs, timeout_s=400)
+    check(results, ["exp_avg", "exp_avg_sq", "master", "parameters"], tolerance=0.03)
     pairs = [(PP2, TP2, {}), (TP2, DP2, {})]
     results = run_ranks(2, _save_then_resume, str(directory), str(tmp_path / "fp32"), pairs, timeout_s=400)
     check(results, ["exp_avg", "exp_avg_sq", "parameters"])
