@@ -306,12 +306,12 @@ def export(
 
 def _prepare(path: Path, part: Path, model_dir: Path, overwrite: bool) -> None:
     read_config(model_dir)
+    if model_dir.resolve().is_relative_to(path.resolve()):
+        raise ValueError(f"{path}: the export would replace {model_dir}, which it is made from")
     if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path}: exists; give a new directory for the export, or allow overwriting")
     if path.is_dir() and any(path.iterdir()) and not (path / "config.json").exists():
         raise ValueError(f"{path}: holds no model that could be overwritten; give another directory for the export")
-    if model_dir.resolve().is_relative_to(path.resolve()):
-        raise ValueError(f"{path}: the export would replace {model_dir}, which it is made from")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
 
