@@ -136,6 +136,8 @@ def build(
         for buffer in (b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
             buffer.param_data.zero_()  # vocabulary padding is never loaded, and must not be what memory held before
         _connect(tconfig, dconfig, chunks)
+        if device.kind == "cuda" and config.train.spec == "torch":
+            _add_gradients_in_one_pass(chunks)
         megatron_optimizer = get_megatron_optimizer(oconfig, chunks, use_gloo_process_groups=False)
         if config.train.optimizer.kind == "sgd":
             _use_sgd(megatron_optimizer)
@@ -233,6 +235,15 @@ def _connect(
         tconfig.grad_sync_func = starts if several else starts[0]
     # Losses arrive weighted, so nothing is divided by a number of tokens.
     tconfig.finalize_model_grads_func = lambda models, num_tokens=None, **kwargs: finalize_model_grads(models, **kwargs)
+
+
+def _add_gradients_in_one_pass(chunks: list[DistributedDataParallel]) -> None:
+    """Bf16 gradients into fp32 sums at the memory's rate, before DDP's own hook sees `grad_added_to_main_grad`."""
+    from parallel.norm_kernels import add_to_main_grad
+
+    for parameter in (p for chunk in chunks for p in chunk.parameters() if p.requires_grad):
+        if parameter.dtype != torch.float32 and parameter.main_grad.dtype == torch.float32:
+            parameter.register_post_accumulate_grad_hook(add_to_main_grad)
 
 
 def _use_sgd(optimizer: MegatronOptimizer) -> None:

@@ -56,6 +56,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "npu":
             return npu.rms_norm(x, self.weight, self.eps)
+        if x.device.type == "cuda":
+            from parallel.norm_kernels import LARGEST, rms_norm
+
+            if x.size(-1) <= LARGEST:
+                return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
 
 

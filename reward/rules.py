@@ -76,6 +76,15 @@ def gsm8k(
     return float(bool(numbers) and _same_number(numbers[-1].rstrip(".,"), ground_truth))
 
 
+def gsm8k_parts(data_source: str, solution: str, ground_truth: str, extra: dict[str, Any]) -> dict[str, float]:
+    """Two rewards for reward.weights: `correct` (gsm8k's strict rule) and `format`, 1 when the response stops right
+    behind its only "#### NUMBER".
+    """
+    ends = re.search(r"#### -?\d[\d.,]*\s*$", solution)
+    formatted = bool(ends) and solution.count("####") == 1 and extra.get("finish", "stop") == "stop"
+    return {"correct": gsm8k(data_source, solution, ground_truth, extra), "format": float(formatted)}
+
+
 def last_number(data_source: str, solution: str, ground_truth: str, extra: dict[str, Any]) -> float:
     """1 when the last number of the response is the ground truth, whatever reward.gsm8k_mode is."""
     return gsm8k(data_source, solution, ground_truth, extra, mode="flexible")

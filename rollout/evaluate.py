@@ -2,8 +2,9 @@
 
 Keys follow verl: val-core/SOURCE/reward/mean@k for the largest k, best@k/mean and maj@k/mean beside it, smaller k under
 val-aux. best and maj of n < k samples are bootstrap means (1,000 draws with replacement, seed 42). A source that is in
-several files is told per file, as SOURCE:FILE. Groups are found by prompt id, so equal prompts stay apart. Nothing here
-touches the random state of training.
+several files is told per file, as SOURCE:FILE. Parts of the reward and failed samples are means under
+val-aux/SOURCE/reward/, FILE for a file of several. Groups are found by prompt id, so equal prompts stay apart. Nothing
+here touches the random state of training.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from launch.config import Config
 from rollout.batch import Sample, gather, requests
@@ -35,19 +37,22 @@ def evaluate(
     group: Any,
 ) -> tuple[dict[str, float], list[tuple[str, Sample]]]:
     """(metrics, samples with their source) of all sets by [eval]; collective. `sets`: by file. `score` writes
-    Sample.score; `answer` (of a sample and its data source) is what is voted on.
+    Sample.score and returns sums by name (reward.score_samples); `answer` (of a sample and its data source) is what is
+    voted on.
     """
     options = config.eval
     sampling = dict(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, stop=config.rollout.stop)
     most = config.data.max_response_tokens
     count = Counter(source for data in sets.values() for source in set(data.sources))
     ids, names, answers, all_samples = [], [], [], []
+    sums: dict[str, tuple[float, float]] = {}
     for number, (file, data) in enumerate(sets.items()):
         prompts = data.all(options.max_prompts)
         drawn = engine.generate(
             requests(prompts, options.samples_per_prompt, config.seed, STEP, most, **sampling), "eval"
         )
-        score(drawn, prompts)
+        label = data.sources[0] if len(set(data.sources)) == 1 and count[data.sources[0]] == 1 else Path(file).stem
+        sums |= {f"val-aux/{label}/{name}": value for name, value in score(drawn, prompts).items()}
         source = {prompt.prompt_id: prompt.source for prompt in prompts}
         for sample in gather(drawn, group):
             name = source[sample.prompt_id]
@@ -56,7 +61,22 @@ def evaluate(
             names.append(f"{name}:{Path(file).stem}" if count[name] > 1 else name)
             all_samples.append(sample)
     metrics = validation_metrics(ids, names, [s.score for s in all_samples], answers)
-    return metrics, list(zip(names, all_samples, strict=True))
+    return metrics | means(_all_gather(sums, group)), list(zip(names, all_samples, strict=True))
+
+
+def _all_gather(value: Any, group: Any) -> list[Any]:
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def means(ranks: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Name -> mean of (sum, weight) over ranks; without weight, so when nothing was scored, there is no mean."""
+    total: dict[str, tuple[float, float]] = {}
+    for name, (value, weight) in (item for rank in ranks for item in rank.items()):
+        before = total.get(name, (0.0, 0.0))
+        total[name] = before[0] + value, before[1] + weight
+    return {name: value / weight for name, (value, weight) in sorted(total.items()) if weight}
 
 
 def validation_metrics(

@@ -24,7 +24,7 @@ AREAS: dict[str, list[str]] = {
         "smollm2*",
     ],
     "reshard": ["reshard*", "layout*", "megatron_layout*", "vllm_layout*", "vllm_p*", "grid*"],
-    "training": ["megatron_[!l]*", "training*", "attention*", "packing*", "device*", "log_prob*", "groups*"],
+    "training": ["megatron_[!l]*", "training*", "attention*", "packing*", "device*", "log_prob*", "norm_k*", "groups*"],
     "algorithms": [
         "advantage*",
         "loss*",

@@ -12,7 +12,7 @@ import pytest
 import reward
 from launch.config import load
 from rollout.batch import Sample
-from rollout.evaluate import evaluate, validation_metrics
+from rollout.evaluate import evaluate, means, validation_metrics
 from rollout.prompts import Prompt
 from tests.jobs import prepare, run_job
 
@@ -47,6 +47,10 @@ def test_bootstrap_agrees_with_all_draws():
 def test_no_answers_no_majority():
     metrics = validation_metrics([1, 1], ["a", "a"], [0.0, 1.0], [None, None])
     assert not any("maj" in key for key in metrics)
+
+
+def test_means_over_ranks_that_know_different_names():
+    assert means([{"a": (1.0, 2.0)}, {"a": (2.0, 1.0), "b": (0.0, 0.0), "c": (3.0, 4.0)}]) == {"a": 1.0, "c": 0.75}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,7 @@ class Engine:
 
 def test_sets_of_one_source_stay_apart_and_sampling_is_validations_own(monkeypatch):
     monkeypatch.setattr("rollout.evaluate.gather", lambda samples, group: samples)  # a world of one
+    monkeypatch.setattr("rollout.evaluate._all_gather", lambda sums, group: [sums])
     files = {"x/one.parquet": Set("s", 3), "x/two.parquet": Set("s", 2), "x/three.parquet": Set("t", 1)}
     config = load(["eval.samples_per_prompt=2", "eval.temperature=0.5", "eval.top_p=0.7", "eval.max_prompts=2"])
     engine = Engine()
@@ -98,9 +103,12 @@ def test_sets_of_one_source_stay_apart_and_sampling_is_validations_own(monkeypat
     def score(samples, prompts):
         for sample in samples:
             sample.score = float(sample.prompt_id)
+        return {"reward/timeout": (0.0, float(len(samples))), "reward/part/form": (sum(s.score for s in samples), 4.0)}
 
     metrics, samples = evaluate(engine, files, config, score, lambda sample, source: source, None)
     assert metrics["val-core/s:one/reward/mean@2"] == 0.5 and metrics["val-core/t/reward/mean@2"] == 0.0
+    forms = {key.split("/")[1]: value for key, value in metrics.items() if key.endswith("/reward/part/form")}
+    assert forms == {"one": 0.5, "two": 0.5, "t": 0.0} and metrics["val-aux/t/reward/timeout"] == 0.0
     assert len(samples) == 2 * (2 + 2 + 1) and {name for name, _ in samples} == {"s:one", "s:two", "t"}
     assert {(r.temperature, r.top_p) for r in engine.asked} == {(0.5, 0.7)}
 

@@ -53,7 +53,7 @@ def test_recipe_is_sound_for_its_model_and_world(job):
 
 def test_every_recipe_file_belongs_to_a_job():
     named = {name for names in JOBS.values() for name in names} | {"shrink", "quickstart"}
-    named |= {"smollm2-gsm8k", "smollm2-sums"}
+    named |= {"smollm2-gsm8k", "smollm2-gsm8k-gpu", "smollm2-sums"}
     assert {path.stem for path in RECIPES.glob("*.toml")} == named
 
 

@@ -62,6 +62,22 @@ def test_gsm8k(solution, strict, flexible):
     assert rules.gsm8k("gsm8k", solution, "42", {}, mode="flexible") == flexible
 
 
+@pytest.mark.parametrize(
+    "solution, correct, form, finish",
+    [
+        ("so 42\n#### 42", 1, 1, "stop"),
+        ("#### 1,042.5 \n", 0, 1, "stop"),
+        ("#### 42", 1, 0, "length"),
+        ("#### 41 no, #### 42", 1, 0, "stop"),
+        ("#### 42 dollars", 1, 0, "stop"),
+        ("####42", 0, 0, "stop"),
+        ("42", 0, 0, "stop"),
+    ],
+)
+def test_gsm8k_in_two_parts(solution, correct, form, finish):
+    assert rules.gsm8k_parts("gsm8k", solution, "42", {"finish": finish}) == {"correct": correct, "format": form}
+
+
 def test_gsm8k_window_is_the_reference_rule():
     text = "#### 42" + " " * 294
     assert rules.gsm8k("gsm8k", text, "42", {}) == 1 and rules.gsm8k("gsm8k", text, "42", {}, window=300) == 0

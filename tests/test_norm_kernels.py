@@ -1,0 +1,71 @@
+"""The Triton kernels of the layers against torch, in Triton's interpreter; on a CUDA device if there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+KERNELS = """
+import os
+import random
+import torch
+import torch.nn.functional as F
+from parallel.norm_kernels import add_to_main_grad, rms_norm
+
+torch.set_default_device("cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
+seed = random.randrange(1 << 30)
+print("seed", seed)
+torch.manual_seed(seed)
+shapes = (((700, 1, 128), None), ((37, 2, 5, 128), 3), ((1, 2560), None), ((600, 96), None), ((5, 5000), None))
+for shape, cut in shapes:
+    base = torch.randn(*shape, dtype=torch.float64) * 3
+    weight = torch.randn(shape[-1], dtype=torch.float64)
+    view = lambda t: t if cut is None else t[:, :, cut]  # rows with gaps, as keys in a projection of q, k and v
+    outer = torch.randn_like(view(base))
+    exact = [base.clone().requires_grad_(), weight.clone().requires_grad_()]
+    want = F.rms_norm(view(exact[0]), shape[-1:], exact[1], 1e-5)
+    want.backward(outer)
+    for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        own = [base.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+        got = rms_norm(view(own[0]), own[1], 1e-5)
+        assert got.dtype == dtype and got.shape == want.shape
+        got.backward(outer.to(dtype))
+        for a, b in ((got, want), *((o.grad, e.grad) for o, e in zip(own, exact))):
+            assert (a.double() - b).norm() <= near * b.norm(), (shape, dtype, (a.double() - b).norm() / b.norm())
+        assert own[1].grad.dtype == dtype
+
+for num in (1, 4096, 10001):
+    parameter = torch.nn.Parameter(torch.randn(num).bfloat16())
+    parameter.main_grad = torch.randn(num)
+    parameter.grad = torch.randn(num).bfloat16()
+    want = parameter.main_grad + parameter.grad.float()
+    add_to_main_grad(parameter)
+    assert torch.equal(parameter.main_grad, want) and parameter.grad_added_to_main_grad
+crooked = torch.nn.Parameter(torch.randn(4, 6).bfloat16())
+crooked.main_grad, crooked.grad_added_to_main_grad = torch.zeros(4, 6), False
+crooked.grad = torch.randn(6, 4).bfloat16().t()
+add_to_main_grad(crooked)
+assert not crooked.grad_added_to_main_grad and not crooked.main_grad.any()  # left to Megatron
+"""
+
+
+def _run(**environment: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment}
+    done = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_kernels_equal_torch_in_float64() -> None:
+    pytest.importorskip("triton")
+    _run(TRITON_INTERPRET="1")
+
+
+@pytest.mark.full  # the default tier has no accelerator anywhere
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kernels_on_the_device() -> None:
+    _run()
