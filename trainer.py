@@ -108,7 +108,7 @@ class Trainer:
             "sleep": self.engine.sleep,
             "restore_training": self.offload.restore,
         }
-        self.phases = PhaseMachine(moves, device.memory)
+        self.phases = PhaseMachine(moves, device.memory, device.peaks)
         self.journal = Journal(config, run_dir, inputs.shape, device, groups.host, inputs.total_steps, self.phases)
         self.profiler = Profiler(config.log, run_dir.path, self.rank, device.kind)
         self.collector = Collector(inputs.prompts, config, keep_groups)

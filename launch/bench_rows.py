@@ -3,7 +3,7 @@
     offload     hand-over of training state to host memory and back, against the bare copy rate; drift over the cycles
     train       one update on packed micro-batches: model FLOPs utilisation against the device's peak
     generate    decoding with and without a seed for each request, against reading weights and cache once a step
-    step        where the seconds of a finished run went (--run RUN_DIR)
+    step        where the seconds of a finished run went, and what launch.plan said about it (--run RUN_DIR)
     checkpoint  save and load of --gb of state in --dir, hashed and synced, against a plain write and a cold read
 
 Random weights of the shape of model.path (its config.json is enough). Model FLOPs count 6 x matrix parameters x tokens
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -227,13 +226,9 @@ def decode_ms(bench: Bench, engine: Any, count: int, prompt: int, seeds: bool) -
 
 
 def step(bench: Bench) -> Iterator[Figure]:
-    lines = Path(bench.options.run, "metrics.jsonl").read_text().splitlines()
-    steps = [row for row in map(json.loads, lines) if "timing_s/step" in row]
-    steps = steps[len(steps) > 1 :]  # the first one warms up
-    names = sorted({name for row in steps for name in row if name.startswith("timing_s/")})
-    whole = statistics.median(row["timing_s/step"] for row in steps)
-    for name in names:
-        yield Figure(name.removeprefix("timing_s/"), statistics.median(r.get(name, 0.0) for r in steps), whole, "s")
+    from launch import bench_run
+
+    return bench_run.step(bench.options.run, bench.options.hardware)
 
 
 def checkpoint(bench: Bench) -> Iterator[Figure]:
@@ -320,6 +315,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--memory-rate", type=float, default=4.3e12, help="bytes/s of device memory")
     parser.add_argument("--profile", default="", help="file for a table of kernels")
     parser.add_argument("--run", default="", help="run directory of row step")
+    parser.add_argument("--hardware", default="", help="of row step: a2, h100 or h200")
     parser.add_argument("--gb", type=float, default=1.0, help="size of row checkpoint")
     parser.add_argument("--dir", default=".", help="directory of row checkpoint, on the disk to measure")
     options = parser.parse_intermixed_args(argv)
@@ -339,7 +335,11 @@ def main(argv: Sequence[str]) -> int:
     talks = os.environ["RANK"] == "0"
     if talks:
         print(f"{'figure':42} {'value':>11} {'floor':>11} {'ratio':>7}  unit     on {bench.device.name}", flush=True)
-    for figure in ROWS[options.row](bench):
-        if talks:
-            print(figure.line(), flush=True)
+    try:
+        for figure in ROWS[options.row](bench):
+            if talks:
+                print(figure.line(), flush=True)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0

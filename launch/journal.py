@@ -53,7 +53,8 @@ class Journal:
         """
         config = self.config
         formulas.add_timings(metrics, timings)
-        formulas.add_memory(metrics, self.device.memory(), self.phases.ledger)
+        phases = self.phases
+        formulas.add_memory(metrics, self.device.memory(), phases.ledger, phases.highest, phases.planned_peaks())
         result = metrics.reduce(self.group)
         seconds = {name: result[f"timing_s/{name}"] for name in timings}
         result |= self._batch_metrics(batch, partitions, seconds)

@@ -142,14 +142,24 @@ def add_timings(metrics: Metrics, timings: Mapping[str, float]) -> None:
         metrics.add(f"slowest_rank/{name}", seconds, op="argmax")
 
 
-def add_memory(metrics: Metrics, memory: Mapping[str, int], ledger: Mapping[str, Mapping[str, int]]) -> None:
-    """Peaks so far, and what was held after each move of the hand-over; GiB, the largest of the ranks.
+def add_memory(
+    metrics: Metrics,
+    memory: Mapping[str, int],
+    ledger: Mapping[str, Mapping[str, int]],
+    highest: Mapping[str, Mapping[str, int]],
+    planned: Mapping[str, int],
+) -> None:
+    """Peaks of the last cycle, and what was held after each move of the hand-over; GiB, the largest of the ranks.
 
-    `memory`, and by move `ledger`: bytes as Device.memory tells them. A device is in use by whatever is not free on it,
-    so vLLM's pools and the libraries' buffers count; there are no such keys on cpu, where only the host has memory.
+    `memory`, and by move `ledger`: bytes as Device.memory tells them; by state and move `highest`: Device.peaks, and
+    `planned` the most by phase of launch.plan. A device is in use by whatever is not free on it, so vLLM's pools and
+    the libraries' buffers count; there are no such keys on cpu, where only the host has memory.
     """
-    metrics.add("perf/max_memory_allocated_gb", memory["peak_allocated"] / GIB, op="max")
-    metrics.add("perf/max_memory_reserved_gb", memory["peak_reserved"] / GIB, op="max")
+    for name in ("allocated", "reserved"):
+        most = max(memory[f"peak_{name}"], *(peak[name] for peak in highest.values()), 0)
+        metrics.add(f"perf/max_memory_{name}_gb", most / GIB, op="max")
+    for phase, most in planned.items() if memory["total"] else ():
+        metrics.add(f"memory_peak_gb/{phase}", most / GIB, op="max")
     metrics.add("perf/cpu_memory_used_gb", host_memory_used_gib(), op="max")
     metrics.add("perf/rank_memory_gb", getrusage(RUSAGE_SELF).ru_maxrss * 1024 / GIB, op="max")
     for move, after in ledger.items():

@@ -63,8 +63,8 @@ class Device:
             self.runtime.manual_seed_all(seed)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: allocated and reserved by torch in this process, now and at most so far (peak_*); free and total of
-        the device; all of these zero on cpu. host: resident memory of this process.
+        """Bytes: allocated and reserved by torch in this process, now and at most since the last `peaks` (peak_*); free
+        and total of the device; all of these zero on cpu. host: resident memory of this process.
         """
         bytes_of = dict.fromkeys(("allocated", "reserved", "peak_allocated", "peak_reserved", "free", "total"), 0)
         if self.runtime:
@@ -73,6 +73,20 @@ class Device:
                 bytes_of[f"peak_{name}"] = getattr(self.runtime, f"max_memory_{name}")(self.index)
             bytes_of["free"], bytes_of["total"] = self.runtime.mem_get_info(self.index)
         return bytes_of | {"host": _resident_bytes()}
+
+    def peaks(self) -> dict[str, int]:
+        """Most bytes since the last call: allocated and reserved by torch in this process; device: reserved, and what
+        the device holds beside (contexts, libraries, other processes, as they are now). All zero on cpu.
+        """
+        now = self.memory()
+        if self.runtime:
+            self.runtime.reset_peak_memory_stats(self.index)
+        beside = now["total"] - now["free"] - now["reserved"]
+        return {
+            "allocated": now["peak_allocated"],
+            "reserved": now["peak_reserved"],
+            "device": now["peak_reserved"] + beside,
+        }
 
 
 def _resident_bytes() -> int:

@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from launch import plan_job
 from launch.bench import main
 from launch.bench_rows import model_flops
+from launch.config import load, to_toml
+from launch.estimate import Work
+from launch.hardware import find
 from launch.tiny_models import write_model
 from parallel.family import model_shape, read_config
 from tests.ranks import run_ranks
@@ -102,6 +106,30 @@ def test_step_row_tells_shares_and_leaves_out_the_first_step(tmp_path, capsys):
     assert main(["step", "--run", str(tmp_path), f"model.path={model}"]) == 0
     gen = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("gen"))
     assert gen.split()[1:4] == ["0.75", "3", "0.250"]
+
+
+def test_step_row_stands_a_run_on_a_device_beside_its_plan(tmp_path, capsys):
+    recipe = str(ROOT / "launch/recipes/qwen3-4b.toml")
+    change = ["model.path=qwen3-4b", "train.optimizer.cpu_offload=false"]
+    (tmp_path / "config.toml").write_text(to_toml(load([recipe, *change])))
+    lengths = {"prompt_length/mean": 100.0, "response_length/mean": 1000.0, "response_length/max": 4000.0}
+    peaks = {"memory_peak_gb/generate": 60.0, "memory_peak_gb/sync": 20.0, "memory_peak_gb/update": 50.0}
+    rows = [{"timing_s/step": 9.0, "timing_s/update_actor": 4.0, **lengths, **peaks}] * 2
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["step", "--run", str(tmp_path), "--hardware", "h200"]) == 0
+    told = {line.split(", against")[0].strip(): line.split("plan")[1].split() for line in lines_with(capsys, "against")}
+    config, work = load([recipe, *change]), Work(100, 1000, 4000, 256)
+    job = plan_job.make(config, 8, find("h200", "cuda"), work)
+    want = max(max(memory.phases["update"], memory.phases["log_probs"]) for memory in job.stages) / 2**30
+    assert float(told["peak while update"][0]) == 50 and float(told["peak while update"][1]) == pytest.approx(
+        want, 1e-3
+    )
+    assert float(told["step"][1]) == pytest.approx(job.step_s, 1e-3) and float(told["update"][0]) == 4
+    assert main(["step", "--run", str(tmp_path / "none")]) == 2
+
+
+def lines_with(capsys, word):
+    return [line for line in capsys.readouterr().out.splitlines() if word in line]
 
 
 def test_model_flops_count_matrices_and_half_of_attention():

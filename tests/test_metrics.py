@@ -223,9 +223,17 @@ def test_memory_of_the_device_and_of_every_move():
     now = dict(allocated=1, reserved=2, peak_allocated=3 << 30, peak_reserved=4 << 30, free=5, total=6, host=7)
     after = now | dict(allocated=8 << 30, free=10 << 30, total=80 << 30, host=2 << 30)
     metrics = m.Metrics()
-    m.add_memory(metrics, now, {"wake_cache": after, "sleep": after | dict(free=75 << 30, allocated=0)})
+    peak = dict(allocated=2 << 30, reserved=9 << 30, device=11 << 30)
+    m.add_memory(
+        metrics,
+        now,
+        {"wake_cache": after, "sleep": after | dict(free=75 << 30, allocated=0)},
+        {"sync": peak},
+        {"generate": 12 << 30, "sync": 0},
+    )
     result = metrics.reduce()
-    assert result["perf/max_memory_allocated_gb"] == 3 and result["perf/max_memory_reserved_gb"] == 4
+    assert result["perf/max_memory_allocated_gb"] == 3 and result["perf/max_memory_reserved_gb"] == 9
+    assert result["memory_peak_gb/generate"] == 12 and result["memory_peak_gb/sync"] == 0
     assert result["memory_device_gb/wake_cache"] == 70 and result["memory_allocated_gb/wake_cache"] == 8
     assert result["memory_device_gb/sleep"] == 5 and result["memory_host_gb/sleep"] == 2
     assert all(metrics.table[key].op == "max" for key in result)
@@ -237,7 +245,7 @@ def test_a_cpu_has_host_memory_only():
     grown = Device("cpu").memory()["host"] - memory["host"]
     assert 0.9 * len(block) < grown < 3 * len(block) and not any(memory[name] for name in memory if name != "host")
     metrics = m.Metrics()
-    m.add_memory(metrics, memory, {"sleep": memory})
+    m.add_memory(metrics, memory, {"sleep": memory}, {"sleep": Device("cpu").peaks()}, {"sync": 0})
     result = metrics.reduce()
     assert {key for key in result if key.startswith("memory_")} == {"memory_host_gb/sleep"}
     assert result["memory_host_gb/sleep"] <= result["perf/rank_memory_gb"] * 1.01 and result["perf/rank_memory_gb"] > 0

@@ -8,7 +8,7 @@ from parallel.phases import CYCLE, PhaseMachine
 def machine(log=None):
     log = [] if log is None else log
     moves = {move: (lambda move=move: log.append(move)) for move, _ in CYCLE.values()}
-    return PhaseMachine(moves, lambda: {"allocated": len(log)}), log
+    return PhaseMachine(moves, lambda: {"allocated": len(log)}, lambda: {"device": len(log)}), log
 
 
 def test_one_cycle_runs_every_move_in_order_and_records_memory():
@@ -19,6 +19,9 @@ def test_one_cycle_runs_every_move_in_order_and_records_memory():
     phases.require("training")
     assert log == ["wake_weights", "reshard", "free_training", "wake_cache", "sleep", "restore_training"]
     assert phases.ledger == {move: {"allocated": i} for i, move in enumerate(log, 1)}
+    told = {name: peak["device"] for name, peak in phases.highest.items()}
+    assert [told[state] for state in CYCLE] == list(range(6)) and [told[move] for move in log] == list(range(1, 7))
+    assert phases.planned_peaks() == {"generate": 5, "sync": 3, "update": 6}
     phases.do("wake_weights")
     assert list(phases.ledger) == log[:6] and phases.ledger["wake_weights"] == {"allocated": 7}
 
@@ -51,4 +54,4 @@ def test_require_names_both_states():
 
 def test_a_move_without_a_function_is_refused():
     with pytest.raises(AssertionError, match="sleep"):
-        PhaseMachine({move: print for move, _ in CYCLE.values() if move != "sleep"}, dict)
+        PhaseMachine({move: print for move, _ in CYCLE.values() if move != "sleep"}, dict, dict)

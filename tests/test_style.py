@@ -32,7 +32,17 @@ ALLOWED_FROM_PARALLEL = {f"parallel.{name}" for name in ("device", "grid", "grou
 REACH_EVERYWHERE = {
     *(
         f"launch/{name}.py"
-        for name in ("doctor", "doctor_checks", "doctor_groups", "probe", "convert", "bench", "bench_rows", "inputs")
+        for name in (
+            "doctor",
+            "doctor_checks",
+            "doctor_groups",
+            "probe",
+            "convert",
+            "bench",
+            "bench_rows",
+            "bench_run",
+            "inputs",
+        )
     ),
     *(f"launch/{name}.py" for name in ("plan", "plan_job", "plan_search", "estimate")),
 }
