@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST = 16384
+LARGEST = 8192
 """Columns that one program holds."""
 ADD = 4096
 PROGRAMS = 528
@@ -31,7 +31,7 @@ class RMSNormFunction(torch.autograd.Function):
         scale = torch.empty(rows.size(0), dtype=torch.float32, device=x.device)
         block_m, block_n = _blocks(rows.size(1))
         grid = (max(1, triton.cdiv(rows.size(0), block_m)),)
-        _forward[grid](rows, weight, out, scale, *rows.shape, rows.stride(0), eps, block_m, block_n)
+        _forward[grid](rows, weight, out, scale, *rows.shape, rows.stride(0), eps, block_m, block_n, num_warps=8)
         ctx.save_for_backward(rows, weight, scale)
         ctx.shape = x.shape
         return out
@@ -45,7 +45,7 @@ class RMSNormFunction(torch.autograd.Function):
         dx = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         parts = torch.empty(num, rows.size(1), dtype=torch.float32, device=rows.device)
         strides = rows.stride(0), outer.stride(0)
-        _backward[(num,)](rows, weight, scale, outer, dx, parts, *rows.shape, *strides, block_m, block_n)
+        _backward[(num,)](rows, weight, scale, outer, dx, parts, *rows.shape, *strides, block_m, block_n, num_warps=8)
         return dx.view(ctx.shape), parts.sum(0).to(weight.dtype), None
 
 

@@ -69,3 +69,57 @@ def test_kernels_equal_torch_in_float64() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_on_the_device() -> None:
     _run()
+
+
+COMPILE = """
+import glob, os, re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from parallel import log_prob_kernels, norm_kernels
+
+[tool] = [p for p in glob.glob(os.path.dirname(triton.__file__) + "/backends/nvidia/bin/*") if "cuobjdump" in p]
+FP32 = "scale parts top total weighted chosen lse mean of_logp of_entropy".split()
+BF16 = "x weight out outer dx logits part".split()
+
+
+def resources(kernel, **constants):
+    names = kernel.arg_names
+    kinds = {}
+    for name in names:
+        if name in constants:
+            kinds[name] = "constexpr"
+        elif name in FP32 + BF16 + ["labels"]:
+            kinds[name] = "*fp32" if name in FP32 else "*bf16" if name in BF16 else "*i64"
+        else:
+            kinds[name] = "fp32" if name in ("eps", "temperature") else "i32"
+    even = [i for i, name in enumerate(names) if kinds[name] not in ("constexpr", "fp32")]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in even}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", told).groups())
+    wide = len(re.findall(r"ld\\.global[^;]*v4", made.asm["ptx"]))
+    print(kernel.__name__, constants, registers, stack, wide)
+    assert stack == 0 and wide, "spills, or narrow loads"
+
+
+for n in (128, 2048, 4096, 8192):
+    m, block = norm_kernels._blocks(n)
+    for kernel in (norm_kernels._forward, norm_kernels._backward):
+        resources(kernel, block_m=m, block_n=block)
+resources(norm_kernels._add, block=norm_kernels.ADD)
+resources(log_prob_kernels._statistics, block=log_prob_kernels.BLOCK)
+resources(log_prob_kernels._gradient, block=log_prob_kernels.BLOCK)
+"""
+
+
+def test_kernels_compile_for_hopper_without_spills_and_with_wide_loads() -> None:
+    """Triton's compiler needs no device."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
