@@ -20,7 +20,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -338,7 +337,7 @@ class Trainer:
         self.collector.load(small["collector"])
         if self.replay.mode == "R3":
             self.collector.surplus = []  # routes are not saved: samples of before cannot be replayed
-        self.kl = replace(self.kl, coefficient=small["kl"])
+        self.kl = self.kl.resumed(small["kl"])
         logger.info("resumed after step %d", small["step"])
         return small["step"]
 

@@ -150,8 +150,7 @@ def prepare_copy(out: Path, seed: int = 0) -> None:
     """OUT/model, OUT/train.parquet and OUT/val.parquet: all four-digit strings, 200 of them held out."""
     from launch.tiny_models import write_model
 
-    # Tied, so that a digit is learned for reading and for writing at once; with a head of its own, one run in five was
-    # left with a digit that it never wrote.
+    # Tied: with an output matrix of its own, one run in five never learned to write one of the digits.
     write_model(out / "model", "qwen3-moe", seed=seed, noise=0.0, tie_word_embeddings=True)
     _write_copy_task(out, seed)
 
@@ -256,7 +255,7 @@ def _text(raw: Record, names: tuple[str, ...], where: str) -> str:
 
 
 def _local_files(sources: list[str], dataset: Dataset) -> dict[str, list[Path]]:
-    """Split -> files. A data set of one split takes every file; else the file's name says which it is."""
+    """Split -> files. A data set of one split takes every file; else a word of the file's name says which it is."""
     paths: list[Path] = []
     for source in map(Path, sources):
         if not source.exists():
@@ -264,10 +263,11 @@ def _local_files(sources: list[str], dataset: Dataset) -> dict[str, list[Path]]:
         inside = sorted(path for path in source.rglob("*") if path.suffix in (".jsonl", ".parquet"))
         paths += inside if source.is_dir() else [source]
     splits = list(dataset.files)
-    files = {split: [path for path in paths if len(splits) == 1 or split in path.stem] for split in splits}
+    words = {path: re.split(r"[^a-z0-9]+", path.stem.lower()) for path in paths}
+    files = {split: [path for path in paths if len(splits) == 1 or split in words[path]] for split in splits}
     missing = [split for split, found in files.items() if not found]
     if missing:
-        wanted = " or ".join(f"{split}*.jsonl / {split}*.parquet" for split in missing)
+        wanted = " or ".join(f"{split}.jsonl / {split}-*.parquet" for split in missing)
         raise ValueError(f"--from {' '.join(sources)}: no {wanted} there")
     return files
 

@@ -56,8 +56,9 @@ class Scorer:
         errors = [score.failed for score in scores if score.failed.startswith("error")]
         if len(errors) == len(scores) >= MIN_ERRORS:
             raise ConfigError(f"the reward failed on all {len(scores)} samples; the first: {errors[0]}")
-        if errors:
-            log.warning("the reward failed on %d of %d samples; the first: %s", len(errors), len(scores), errors[0])
+        failed = errors or [score.failed for score in scores if score.failed]
+        if failed:
+            log.warning("the reward failed on %d of %d samples; the first: %s", len(failed), len(scores), failed[0])
         return scores
 
     def close(self) -> None:

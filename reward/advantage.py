@@ -45,8 +45,8 @@ def _per_group(scores: npt.ArrayLike, prompt_ids: npt.ArrayLike, estimate: Calla
         else:
             result[members] = estimate(members)
     if single:
-        # Python shows a warning once per place, so a run says this once.
-        warnings.warn(f"{single} prompts have one sample: its advantage is its raw score", stacklevel=3)
+        # Python shows a text once per place, so a run says this once: no number in it.
+        warnings.warn("a prompt with one sample: the advantage is the raw score", stacklevel=3)
     return result
 
 
@@ -256,6 +256,10 @@ class KLController:
     target: float = 0.0
     """Mean over sequences of the token mean of the KL; 0 keeps the coefficient fixed."""
     horizon: int = 10_000
+
+    def resumed(self, coefficient: float) -> KLController:
+        """Controller that goes on with the coefficient of a checkpoint; a fixed one is what the option says now."""
+        return replace(self, coefficient=coefficient) if self.target else self
 
     def updated(self, current_kl: float, num_samples: int) -> KLController:
         """Controller of the next step, after `num_samples` sequences with a mean KL of `current_kl`."""

@@ -3,11 +3,13 @@
     request   {"samples": [{"data_source", "solution", "ground_truth", "extra_info"}, ...]}
     answer    {"scores": [number or table of numbers, ...]}     one per sample, in order
 
-Connection errors, 408, 429 and 5xx are tried three times; what has no score then is 0 and counted. Standard library.
+Connection errors, answers cut short, 408, 429 and 5xx are tried three times; what has no score then is 0 and counted.
+Standard library.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import queue
 import threading
@@ -67,14 +69,14 @@ class Remote:
         pass
 
     def _batch(self, items: Sequence[Item]) -> list[Score]:
-        """Scores of one request; its failure is the failure of all its samples."""
+        """Scores of one request; its failure is that of all its samples. Nothing is raised: the thread serves on."""
         reason = ""
         for attempt in range(ATTEMPTS):
             try:
                 results = self._request(items)
-                if len(results) != len(items):
-                    raise ValueError(f"{len(results)} scores for {len(items)} samples")
-                return [as_score(result, self.config.weights) for result in results]
+                if not isinstance(results, list) or len(results) != len(items):
+                    raise ValueError(f"not a list of {len(items)} scores")
+                return [self._score(result) for result in results]
             except urllib.error.HTTPError as error:
                 reason = f"error: HTTP {error.code}"
                 if error.code not in (408, 429) and error.code < 500:
@@ -83,11 +85,19 @@ class Remote:
                 reason = "timeout"
             except OSError as error:
                 reason = "timeout" if isinstance(getattr(error, "reason", None), TimeoutError) else f"error: {error}"
-            except (ValueError, TypeError, KeyError) as error:
+            except (http.client.HTTPException, json.JSONDecodeError) as error:
+                reason = f"error: bad answer: {type(error).__name__}: {error}"
+            except Exception as error:  # what a foreign server can make json or a score of
                 reason = f"error: bad answer: {error}"
                 break
             time.sleep(PAUSE_S * (attempt + 1))
         return [Score(0.0, {}, reason)] * len(items)
+
+    def _score(self, result: Any) -> Score:
+        try:
+            return as_score(result, self.config.weights)
+        except (ValueError, TypeError, OverflowError) as error:
+            return Score(0.0, {}, f"error: bad answer: {error}"[:500])
 
     def _request(self, items: Sequence[Item]) -> list[Any]:
         names = ("data_source", "solution", "ground_truth", "extra_info")

@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import logging
 import math
+import numbers
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -256,7 +257,7 @@ def as_score(result: Any, weights: Mapping[str, float]) -> Score:
     if not isinstance(result, Mapping):
         parts, value = {}, float(result)
     else:
-        parts = {name: float(part) for name, part in result.items() if isinstance(part, (int, float))}
+        parts = {name: float(part) for name, part in result.items() if isinstance(part, numbers.Real)}
         missing = [name for name in weights or ("score",) if name not in parts]
         if missing:
             raise ValueError(f"the reward has no number {missing[0]!r}; it has {sorted(parts)} (see reward.weights)")

@@ -89,15 +89,15 @@ def test_dr_grpo_only_centres():
 
 @pytest.mark.parametrize("estimate", [adv.grpo, adv.rloo, lambda s, p: adv.opo(s, p, [3, 4, 5])])
 def test_a_group_of_one_keeps_its_score_and_warns(estimate):
-    with pytest.warns(UserWarning, match="1 prompts have one sample"):
+    with pytest.warns(UserWarning, match="a prompt with one sample"):
         assert estimate([0.25, 1.0, 0.0], [1, 2, 2])[0] == 0.25
 
 
 def test_the_warning_comes_once(capsys):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
-        for _ in range(3):
-            adv.grpo([1.0], [1])
+        for singles in (1, 2, 3):
+            adv.grpo([1.0] * singles, range(singles))
     assert len(seen) == 1
 
 
@@ -146,6 +146,10 @@ def test_kl_penalty_closed_forms():
 
 def test_kl_controller():
     assert adv.KLController(0.1).updated(9.0, 100) == adv.KLController(0.1)
+    assert (
+        adv.KLController(0.1).resumed(0.7).coefficient == 0.1
+        and adv.KLController(0.1, 2.0).resumed(0.7).coefficient == 0.7
+    )
     controller = adv.KLController(0.1, target=2.0, horizon=1000)
     assert controller.updated(2.2, 100).coefficient == pytest.approx(0.1 * (1 + 0.1 * 100 / 1000))
     assert controller.updated(50.0, 100).coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.1))

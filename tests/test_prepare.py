@@ -110,6 +110,15 @@ def test_aime_has_a_test_split_only(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["test.parquet"]
 
 
+def test_a_split_is_a_word_of_the_file_name(tmp_path):
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "train_latest.jsonl", gsm8k_rows(3))
+    write_jsonl(tmp_path / "in" / "gsm8k-test.jsonl", gsm8k_rows(2))
+    assert prepare.main(["gsm8k", "--from", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    counts = {name: pq.read_metadata(tmp_path / "out" / f"{name}.parquet").num_rows for name in ("train", "test")}
+    assert counts == {"train": 3, "test": 2}
+
+
 def test_mistakes_are_one_message_and_exit_code_2(tmp_path, capsys, monkeypatch):
     def message(*argv):
         assert prepare.main(list(argv)) == 2
@@ -118,7 +127,7 @@ def test_mistakes_are_one_message_and_exit_code_2(tmp_path, capsys, monkeypatch)
     out = str(tmp_path / "out")
     assert "no such file or directory" in message("gsm8k", "--from", str(tmp_path / "none"), out)
     write_jsonl(tmp_path / "train.jsonl", [{"question": "Q", "answer": "no marker"}])
-    assert "no test*.jsonl / test*.parquet there" in message("gsm8k", "--from", str(tmp_path), out)
+    assert "no test.jsonl / test-*.parquet there" in message("gsm8k", "--from", str(tmp_path), out)
     write_jsonl(tmp_path / "test.jsonl", gsm8k_rows(1))
     assert "train.jsonl line 1: column 'answer' has no '#### number'" in message("gsm8k", "--from", str(tmp_path), out)
     with pytest.raises(SystemExit):

@@ -8,13 +8,14 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import math_verify
+import numpy as np
 import pytest
 
 import reward
 from launch.config import RewardConfig
 from reward import rules
 from reward.remote import Remote
-from reward.rules import Item, Score
+from reward.rules import Item, Score, as_score
 
 
 def item(source, solution, truth, **extra):
@@ -265,8 +266,11 @@ def test_http_retries(server, monkeypatch):
     [
         (lambda h, s: h.answer({}, 404), "error: HTTP 404", 1),
         (lambda h, s: h.answer({}, 500), "error: HTTP 500", 3),
-        (lambda h, s: h.answer({"scores": [1]}), "error: bad answer: 1 scores for 3 samples", 1),
-        (lambda h, s: h.answer({"scores": [1, None, 2]}), "error: bad answer", 1),
+        (lambda h, s: h.answer({"scores": [1]}), "error: bad answer: not a list of 3 scores", 1),
+        (lambda h, s: h.answer({"scores": {"0": 1, "1": 1, "2": 1}}), "error: bad answer: not a list", 1),
+        (lambda h, s: h.answer({"scores": "111"}), "error: bad answer: not a list", 1),
+        (lambda h, s: h.answer([]), "error: bad answer", 1),
+        (lambda h, s: h.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n{"), "error: bad answer: JSONDecodeError", 3),
         (lambda h, s: time.sleep(1.0), "timeout", 3),
     ],
 )
@@ -276,6 +280,40 @@ def test_http_failures_score_zero(server, monkeypatch, reply, reason, requests):
     scores = remote(server, timeout_s=0.2).score(ITEMS[:3])
     assert all(s.value == 0 and s.failed.startswith(reason) for s in scores), scores
     assert len(server["sizes"]) == requests
+
+
+@pytest.mark.parametrize("wrong", [None, float("nan"), "x", [1], 10**400])
+def test_http_one_bad_score_hurts_no_other(server, wrong):
+    server["reply"] = lambda h, s: h.answer({"scores": [1, 1, wrong, 1]})
+    scores = remote(server).score(ITEMS[:4])
+    assert [s.value for s in scores] == [1, 1, 0, 1] and scores[2].failed.startswith("error: bad answer")
+
+
+@pytest.mark.parametrize(
+    "broken", [b"garbage\r\n\r\n", b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n6\r\n{"sco\r\n', b""]
+)
+def test_http_connection_that_breaks_is_tried_again(server, monkeypatch, broken):
+    monkeypatch.setattr("reward.remote.PAUSE_S", 0.01)
+    replies = iter([lambda h, s: h.wfile.write(broken)])
+    server["reply"] = lambda h, s: next(replies, lambda h, s: h.answer({"scores": [1] * len(s)}))(h, s)
+    start = time.monotonic()
+    assert [s.value for s in remote(server).score(ITEMS[:3])] == [1, 1, 1] and len(server["sizes"]) == 2
+    assert time.monotonic() - start < 5
+
+
+def test_scores_of_numpy_are_numbers():
+    table = {"score": np.float32(0.5), "hits": np.int64(3), "text": "no"}
+    assert as_score(table, {}) == Score(0.5, {"score": 0.5, "hits": 3.0})
+    assert as_score(table, {"hits": 2.0}).value == 6
+
+
+def test_failures_of_any_kind_are_told(caplog):
+    class Hangs:
+        def score(self, items):
+            return [Score(0.0, {}, "timeout")] * len(items)
+
+    reward.Scorer(Hangs()).score(ITEMS)
+    assert "failed on 100 of 100 samples; the first: timeout" in caplog.text
 
 
 def test_http_answer_that_drips_meets_the_deadline(server, monkeypatch):
