@@ -241,9 +241,9 @@ def test_memory_of_the_device_and_of_every_move():
 
 def test_a_cpu_has_host_memory_only():
     memory = Device("cpu").memory()
-    block = np.ones(64 << 20, np.uint8)
+    block = np.ones(512 << 20, np.uint8)  # large beside what a host reclaims from this process meanwhile
     grown = Device("cpu").memory()["host"] - memory["host"]
-    assert 0.9 * len(block) < grown < 3 * len(block) and not any(memory[name] for name in memory if name != "host")
+    assert 0.8 * len(block) < grown < 1.5 * len(block) and not any(memory[name] for name in memory if name != "host")
     metrics = m.Metrics()
     m.add_memory(metrics, memory, {"sleep": memory}, {"sleep": Device("cpu").peaks()}, {"sync": 0})
     result = metrics.reduce()
