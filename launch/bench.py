@@ -207,9 +207,10 @@ class _Bench:
 
         if self.group is None:
             return value
-        found = torch.tensor([value], dtype=torch.float64, device=self.device.torch)
+        # Whole millionths: hccl reduces no float64, and float32 is too coarse for bytes.
+        found = torch.tensor([round(value * 1e6)], dtype=torch.int64, device=self.device.torch)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return float(found)
+        return int(found) / 1e6
 
 
 def _row(times: list[float], planned: list[float], received: float, collectives: int, peak: float) -> dict[str, float]:

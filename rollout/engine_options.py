@@ -88,7 +88,9 @@ def _ascend_arguments(config: Config, shape: ModelShape) -> dict[str, Any]:
         raise ValueError("rollout.redundant_experts = 0 on npu: vLLM-Ascend has an expert balancer of its own kind")
     if shape.is_moe and rollout.sync_plan == "golden":
         raise ValueError("rollout.sync_plan = golden cannot load npu's transposed experts; use sync_plan = planned")
-    return dict(additional_config=extra | {"weight_nz_mode": 0, "enable_fused_mc2": 0})
+    # Its own binding would move this whole process, trainer included, off the cpus that launch.nodes chose.
+    defaults = {"enable_cpu_binding": False}
+    return dict(additional_config=defaults | extra | {"weight_nz_mode": 0, "enable_fused_mc2": 0})
 
 
 def check_allocator(arguments: dict[str, Any], environment: Mapping[str, str], kind: str) -> None:

@@ -330,7 +330,9 @@ def run_layouts(
             errors = run_case(Path(directory), layout, kind=kind, **options)
             if adam:
                 errors |= run_adam(Path(directory), layout, options.get("budget", 128), options.get("minimum", 1))
-            worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=Device(kind).torch)
+            worst = torch.tensor(
+                list(errors.values()), dtype=torch.float32, device=Device(kind).torch
+            )  # hccl has no float64
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         results.append(dict(zip(errors, worst.tolist(), strict=True)))
     return results

@@ -337,7 +337,8 @@ def test_arguments_of_the_platforms(models):
     cpu, cuda, npu = (engine_arguments(config, shape, grid, kind) for kind in ("cpu", "cuda", "npu"))
     assert cpu["enforce_eager"] and "enable_sleep_mode" not in cpu and cpu["kv_cache_memory_bytes"] > 0
     assert cuda["moe_backend"] == "triton" and cuda["enable_sleep_mode"]
-    assert npu["additional_config"] == {"weight_nz_mode": 0, "enable_fused_mc2": 0} and npu["enable_sleep_mode"]
+    own = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0}
+    assert npu["additional_config"] == own and npu["enable_sleep_mode"]
     for arguments in (cpu, cuda, npu):
         assert arguments["load_format"] == "dummy" and arguments["tensor_parallel_size"] == 2
         assert arguments["max_model_len"] == PROMPT_TOKENS + RESPONSE_TOKENS and arguments["max_num_seqs"] == 16

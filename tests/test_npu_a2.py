@@ -62,7 +62,7 @@ def test_engine_of_every_rank(job):
         "load_format": "dummy",
         "distributed_executor_backend": "external_launcher",
         "gpu_memory_utilization": 0.5,
-        "additional_config": {"weight_nz_mode": 0, "enable_fused_mc2": 0},
+        "additional_config": {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0},
         "max_model_len": 12288,
     }
     assert {name: arguments[name] for name in expected} == expected and "moe_backend" not in arguments

@@ -163,10 +163,13 @@ def check_engine_options(directory: Path) -> None:
     passed = {"additional_config": {"enable_sleep_mode_extra_cleanup": True}}
     merged = arguments(vllm=passed)
     assert merged["additional_config"] == {
+        "enable_cpu_binding": False,
         "enable_sleep_mode_extra_cleanup": True,
         "weight_nz_mode": 0,
         "enable_fused_mc2": 0,
     }
+    bound = arguments(vllm={"additional_config": {"enable_cpu_binding": True}})
+    assert bound["additional_config"]["enable_cpu_binding"]  # the user's word
     assert merged["enable_sleep_mode"] and "moe_backend" not in merged
     for name in ("weight_nz_mode", "enable_fused_mc2"):
         assert f"{name} = 1" in raised(lambda name=name: arguments(vllm={"additional_config": {name: 1}}))
