@@ -1,6 +1,6 @@
 """Triton kernels of the layers on cuda: RMSNorm with both gradients in one pass, and a gradient added to its fp32 sum.
 
-Torch's own take about three times and twice the bytes' time at the shapes of a training step (docs/performance.md).
+Torch's own take about five times and twice the bytes' time at the shapes of a training step (docs/performance.md).
 Formulas: y = w x / sqrt(mean x^2 + eps); with r = 1 / sqrt(...) and z = x r,  dx = r (w dy - z mean(w dy z)),
 dw = sum over rows of dy z. All sums in fp32.
 """
@@ -54,10 +54,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_to_main_grad(parameter: Tensor) -> None:
-    """A hook after a gradient is complete: adds it to `main_grad` and says so with Megatron's own flag."""
+    """A hook after a gradient is complete: adds it to `main_grad` and says so with Megatron's own flag. Where Megatron's
+    hook, which comes next, adds it in any case (`zero_out_wgrad`, on tied embeddings) it is left to that one.
+    """
     total, part = parameter.main_grad, parameter.grad
-    if not (part.is_contiguous() and total.is_contiguous()):
-        return  # Megatron's hook, which comes next, adds it
+    if getattr(parameter, "zero_out_wgrad", False) or not (part.is_contiguous() and total.is_contiguous()):
+        return
     _add[(triton.cdiv(part.numel(), ADD),)](total, part, part.numel(), ADD, num_warps=8)
     parameter.grad_added_to_main_grad = True
 

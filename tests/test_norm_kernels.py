@@ -51,6 +51,10 @@ crooked.main_grad, crooked.grad_added_to_main_grad = torch.zeros(4, 6), False
 crooked.grad = torch.randn(6, 4).bfloat16().t()
 add_to_main_grad(crooked)
 assert not crooked.grad_added_to_main_grad and not crooked.main_grad.any()  # left to Megatron
+tied = torch.nn.Parameter(torch.randn(8).bfloat16())
+tied.main_grad, tied.grad, tied.zero_out_wgrad = torch.zeros(8), torch.ones(8).bfloat16(), True
+add_to_main_grad(tied)
+assert not tied.main_grad.any()  # Megatron's hook would add it once more
 """
 
 
