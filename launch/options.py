@@ -1,4 +1,4 @@
-"""The tree of options: frozen dataclasses, nothing else, so longer than other files. The string under a field is its help text.
+"""The tree of options: frozen dataclasses, nothing else. The string under a field is its help text.
 
 Upstream options pass through the tables `train.megatron` and `rollout.vllm`; they are checked by name against the
 installed versions when those are imported, not here. Reading TOML and `section.key=value` is in config.py, rules that
