@@ -54,8 +54,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_to_main_grad(parameter: Tensor) -> None:
-    """A hook after a gradient is complete: adds it to `main_grad` and says so with Megatron's own flag. Where the hook of
-    Megatron, which comes next, adds it in any case (`zero_out_wgrad`, on tied embeddings) it is left to that one.
+    """A hook after a gradient is complete: adds it to `main_grad` and says so with Megatron's own flag.
+
+    Megatron's hook comes next. What that adds in any case (`zero_out_wgrad`, on tied embeddings) is left to it.
     """
     total, part = parameter.main_grad, parameter.grad
     if getattr(parameter, "zero_out_wgrad", False) or not (part.is_contiguous() and total.is_contiguous()):
