@@ -145,14 +145,22 @@ def own_segments(pid: int) -> set[Path]:
     """Of those that a process has mapped, the ones directly in /dev/shm that are not older than it: nobody's data."""
     boot = [line.split()[1] for line in read_text("/proc/stat").splitlines() if line.startswith("btime")]
     began = int(boot[0]) + int(_stat(pid)[1] or 0) / os.sysconf("SC_CLK_TCK") if boot else 0.0
-    found = [path for path in mapped_segments(pid) if path.parent == Path("/dev/shm") and path.exists()]
-    return {path for path in found if path.stat().st_ctime > began - 2}
+    found = [path for path in mapped_segments(pid) if path.parent == Path("/dev/shm")]
+    return {path for path in found if _changed(path) > began - 2}
 
 
 def mapped_segments(pid: int) -> set[Path]:
     """Files in /dev/shm that a process has mapped; none when it may not be looked at."""
     lines = read_text(f"/proc/{pid}/maps").splitlines()
     return {Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
+
+
+def _changed(path: Path) -> float:
+    """Seconds since the epoch of a file's last change; 0 when it is gone: another rank may unlink it at any moment."""
+    try:
+        return path.stat().st_ctime
+    except OSError:
+        return 0.0
 
 
 def read_text(path: str | Path) -> str:

@@ -7,6 +7,7 @@ python -m launch.stacks show RUN_DIR      the last stacks in the log of every ra
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -42,7 +43,8 @@ def ask(directory: Path) -> None:
         if record["host"] == me["host"] and is_alive(record, me):
             asked.append((log, log.stat().st_size))
             (directory / f"{log.stem}.asked").write_text(str(asked[-1][1]))
-            os.kill(record["pid"], signal.SIGUSR2)
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(record["pid"], signal.SIGUSR2)
     until = time.monotonic() + WAIT_S
     while any(log.stat().st_size == size for log, size in asked) and time.monotonic() < until:
         time.sleep(0.05)

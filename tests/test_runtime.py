@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import processes
 from launch.processes import acquire_lock, clean_leftovers, identity, is_alive
 from launch.runtime import Exit, RunDir, StopRequest, read_status, setup_logging, share, write_atomic
 from launch.watchdog import Watchdog, describe
@@ -116,6 +117,13 @@ def test_data_that_people_keep_in_shared_memory_stays(tmp_path):
         finally:
             older.unlink(missing_ok=True)
             own.unlink(missing_ok=True)
+
+
+def test_a_segment_that_another_rank_unlinks_meanwhile_is_no_error(monkeypatch, tmp_path):
+    here = tmp_path / "segment"
+    monkeypatch.setattr(processes, "mapped_segments", lambda pid: {Path("/dev/shm/alternator-gone"), here})
+    assert processes.own_segments(os.getpid()) == set()
+    processes.unlink_own_segments()
 
 
 @pytest.mark.parametrize("where", ["file/run", "file"])
