@@ -31,7 +31,7 @@ import reward
 from launch import debug
 from launch.config import Config, ConfigError
 from launch.journal import Journal
-from launch.metrics import Metrics, add_agreement
+from launch.metrics import Metrics, add_agreement, add_losses
 from launch.profiler import Profiler, with_ranges
 from launch.runtime import Exit, RunDir, StopRequest
 from launch.watchdog import Watchdog
@@ -242,9 +242,7 @@ class Trainer:
                 loss = partial(self.loss, passed)
                 with self.replay.replaying(micro):
                     stats = megatron_step.update(self.model, micro, loss, temperature, entropy=True)
-                for name, (total, weight) in stats.items():
-                    if not name.startswith(("training/rollout", "rollout_corr/k")):  # add_agreement has these, with max
-                        metrics.add_sum(name if "/" in name else f"actor/{name}", total, weight)
+                add_losses(metrics, stats, first=epoch == 0 and part is updates[0])
                 if epoch == 0 and passed:
                     current |= unpack(micro, passed)
         tells = self.coord.tp == self.coord.cp == 0 and self.coord.pp == self.groups.train.pp - 1

@@ -1,8 +1,8 @@
-"""Rules that a Config must keep, beyond names and types: ranges, combinations, the world, the model.
+"""Rules that a Config must keep by itself, beyond names and types: ranges and combinations; layout_checks.py has more.
 
-check needs the config only, check_world the number of ranks, check_model the model's shape; each raises one ConfigError
-with the numbers and the remedy. A parameter of a choice that was not made (algorithm.gamma with GRPO) is refused; one
-of a feature with its own switch (eval.top_p with eval.every_steps = 0) is not. Left out: files, devices, memory.
+Each is one ConfigError with the numbers and the remedy. A parameter of a choice that was not made (algorithm.gamma with
+GRPO) is refused; one of a feature with its own switch (eval.top_p with eval.every_steps = 0) is not. Left out: files,
+devices, memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import math
 import re
 from typing import Any
 
-from launch.options import Config, ConfigError
+from launch.layout_checks import check_world, divisors, either, multiples, require, value_of
+from launch.options import Config, ConfigError, RewardConfig
 from launch.selfcheck import sampling_cuts
 
 ONE_OR_MORE = """
@@ -56,6 +57,10 @@ CHOICES: tuple[tuple[str, str, str], ...] = (
     ("algorithm.sapo_tau_negative", "algorithm.policy_loss", "sapo"),
     ("algorithm.aggregation_norm_tokens", "algorithm.aggregation", "seq-mean-token-sum-norm"),
     ("train.optimizer.min_lr", "train.optimizer.lr_schedule", "linear cosine"),
+    *((f"algorithm.{name}", "algorithm.policy_loss", "clip gspo gmpo cispo") for name in ("clip_low", "clip_high")),
+    ("algorithm.dual_clip", "algorithm.policy_loss", "clip"),
+    ("algorithm.correction_low", "algorithm.correction", "icepop sequence_mask"),
+    ("algorithm.correction_high", "algorithm.correction", "token sequence icepop sequence_mask"),
     ("rollout.compare_at_start", "rollout.sync_plan", "planned"),
     ("rollout.verify_every_steps", "rollout.sync_plan", "planned"),
     ("train.npu_adaptor", "runtime.device", "npu"),
@@ -67,7 +72,7 @@ CHOICES: tuple[tuple[str, str, str], ...] = (
 def check_ranges(config: Config) -> None:
     for allowed, accepts, names in RANGES:
         for name in names.split():
-            if not accepts(value := _get(config, name)):
+            if not accepts(value := value_of(config, name)):
                 raise ConfigError(f"{name} must be {allowed}, got {value!r}")
 
 
@@ -75,8 +80,8 @@ def check(config: Config) -> None:
     """Everything that the config alone can tell. With `world` set, check_world of it too."""
     check_ranges(config)
     for name, choice, users in CHOICES:
-        value, chosen = _get(config, name), _get(config, choice)
-        if value != _get(Config(), name) and chosen not in users.split():
+        value, chosen = value_of(config, name), value_of(config, choice)
+        if value != value_of(Config(), name) and chosen not in users.split():
             remedy = f"set {name}=none, or {choice} to {users.replace(' ', ' or ')}"
             raise ConfigError(f"{name} = {value} has no effect with {choice} = {chosen}; {remedy}")
     by_section = (_input_rules, _batch_rules, _train_rules, _rollout_rules, _algorithm_rules, _reward_rules)
@@ -86,19 +91,14 @@ def check(config: Config) -> None:
         check_world(config, config.world)
 
 
-def _require(condition: object, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
 def _input_rules(config: Config) -> None:
-    _require(config.model.path, "model.path is empty; give a directory in Hugging Face format")
-    _require(config.data.train_files, "data.train_files is empty; give parquet or jsonl files")
+    require(config.model.path, "model.path is empty; give a directory in Hugging Face format")
+    require(config.data.train_files, "data.train_files is empty; give parquet or jsonl files")
     for name in ("every_steps", "before_training"):
         is_fed = config.data.val_files or not getattr(config.eval, name)
-        _require(is_fed, f"eval.{name} is set, but data.val_files is empty; give files, or unset it")
+        require(is_fed, f"eval.{name} is set, but data.val_files is empty; give files, or unset it")
     log = config.log
-    _require(log.profile_ranks or not log.profile_steps, "log.profile_steps is set, but log.profile_ranks is empty")
+    require(log.profile_ranks or not log.profile_steps, "log.profile_steps is set, but log.profile_ranks is empty")
 
 
 def _batch_rules(config: Config) -> None:
@@ -107,7 +107,7 @@ def _batch_rules(config: Config) -> None:
     if prompts % parts:
         raise ConfigError(
             f"data.prompts_per_step = {prompts} is not a multiple of train.mini_batches = {parts}; "
-            f"use {_or(_multiples(prompts, parts))} prompts, or {_or(_divisors(prompts, parts))} mini-batches"
+            f"use {either(multiples(prompts, parts))} prompts, or {either(divisors(prompts, parts))} mini-batches"
         )
     multiple = math.lcm(train.cp * train.tp, 2 * train.cp if train.cp > 1 else 1)  # padding of a micro-batch
     longest = data.max_prompt_tokens + data.max_response_tokens
@@ -123,10 +123,10 @@ def _batch_rules(config: Config) -> None:
 
 def _train_rules(config: Config) -> None:
     train, optimizer = config.train, config.train.optimizer
-    _require(train.vpp == 1 or train.pp > 1, f"train.vpp = {train.vpp} needs train.pp > 1; use train.vpp = 1")
+    require(train.vpp == 1 or train.pp > 1, f"train.vpp = {train.vpp} needs train.pp > 1; use train.vpp = 1")
     for name in ("first_stage_layers", "last_stage_layers"):
         layers = getattr(train, name)
-        _require(not layers or train.pp > 1, f"train.{name} = {layers} needs train.pp > 1; use 0")
+        require(not layers or train.pp > 1, f"train.{name} = {layers} needs train.pp > 1; use 0")
     dense, etp = train.tp * train.cp, train.etp or train.tp
     if train.order == "tp-cp-ep-pp-dp" and train.pp > 1 and dense != train.ep * etp:
         raise ConfigError(
@@ -136,9 +136,9 @@ def _train_rules(config: Config) -> None:
     if optimizer.lr_schedule != "constant" and optimizer.min_lr > train.lr:
         raise ConfigError(f"train.optimizer.min_lr = {optimizer.min_lr} exceeds train.lr = {train.lr}; lower it")
     repeated = sorted({part for part in train.offload if train.offload.count(part) > 1})
-    _require(not repeated, f"train.offload names {_or(repeated)} more than once; name each once")
+    require(not repeated, f"train.offload names {either(repeated)} more than once; name each once")
     can_run = (train.spec, config.runtime.device) != ("te", "cpu")
-    _require(can_run, "train.spec = te cannot run on runtime.device = cpu; use train.spec = torch")
+    require(can_run, "train.spec = te cannot run on runtime.device = cpu; use train.spec = torch")
 
 
 def _rollout_rules(config: Config) -> None:
@@ -181,9 +181,9 @@ def _algorithm_rules(config: Config) -> None:
         name = "dynamic_sampling" if a.dynamic_sampling else f"advantage = {a.advantage}"
         raise ConfigError(f"algorithm.{name} compares samples of a prompt; use rollout.samples_per_prompt >= 2, not 1")
     is_adapted = a.kl_reward or not a.kl_target
-    _require(is_adapted, f"algorithm.kl_target = {a.kl_target} adapts kl_reward, which is 0; give it a start value")
+    require(is_adapted, f"algorithm.kl_target = {a.kl_target} adapts kl_reward, which is 0; give it a start value")
     tail = a.overlong_buffer_tokens
-    _require(tail <= limit, f"algorithm.overlong_buffer_tokens = {tail} exceeds data.max_response_tokens = {limit}")
+    require(tail <= limit, f"algorithm.overlong_buffer_tokens = {tail} exceeds data.max_response_tokens = {limit}")
     if a.correction in ("icepop", "sequence_mask") and a.correction_low >= a.correction_high:
         raise ConfigError(
             f"algorithm.correction_low = {a.correction_low} must be below correction_high = {a.correction_high}"
@@ -197,154 +197,22 @@ def _algorithm_rules(config: Config) -> None:
 
 def _reward_rules(config: Config) -> None:
     reward = config.reward
-    for name, value in (("reward.function", reward.function), ("log.hook", config.log.hook)):
-        is_path = re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value)
-        _require(is_path or not value, f"{name} must be package.module:function, got {value!r}")
+    path = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+    for name, value, where in (
+        ("reward.function", reward.function, rf"({path}|[^:]+\.py)"),
+        ("log.hook", config.log.hook, path),
+    ):
+        or_file = " or file.py:function" if "py" in where else ""
+        is_path = not value or re.fullmatch(rf"{where}:[^\W\d]\w*", value)
+        require(is_path, f"{name} must be package.module:function{or_file}, got {value!r}")
+    idle = ("gsm8k_mode", "gsm8k_window_chars", *(("workers", "memory_mib") if reward.url else ()))
+    for name in idle if reward.url or reward.function else ():
+        is_used = getattr(reward, name) == getattr(RewardConfig, name)
+        chosen = "url" if reward.url else "function"
+        require(is_used, f"reward.{name} has no effect with reward.{chosen}, which scores instead; unset one of them")
     is_one = not (reward.function and reward.url)
-    _require(is_one, "reward.function and reward.url exclude each other; keep one")
+    require(is_one, "reward.function and reward.url exclude each other; keep one")
     is_table = not reward.weights or reward.function or reward.url
-    _require(is_table, "reward.weights weighs the entries of a table, but the built-in rules give one number; unset it")
+    require(is_table, "reward.weights weighs the entries of a table, but the built-in rules give one number; unset it")
     is_http = not reward.url or re.match(r"https?://[^/\s]", reward.url)
-    _require(is_http, f"reward.url must begin with http:// or https:// and a host, got {reward.url!r}")
-
-
-def check_world(config: Config, world: int) -> None:
-    """Both layouts must divide `world` ranks. ConfigError has the arithmetic and the nearest worlds that work."""
-    train, rollout = config.train, config.rollout
-    is_meant = config.world in (0, world)
-    _require(is_meant, f"the recipe is for world = {config.world} ranks, launched are {world}; change one of them")
-    layouts = {
-        "train.tp*pp*cp": (train.tp, train.pp, train.cp),
-        "train.ep*etp*pp": (train.ep, train.etp or train.tp, train.pp),
-        "rollout.tp*dp": (rollout.tp, rollout.dp),
-    }
-    unit = math.lcm(*map(math.prod, layouts.values()))
-    for name, sizes in layouts.items():
-        section, _, axes = name.partition(".")
-        if world % math.prod(sizes):
-            raise ConfigError(
-                f"{name} = {'*'.join(map(str, sizes))} = {math.prod(sizes)} does not divide {world} ranks; "
-                f"use {_or(_multiples(world, unit))} ranks, or change {section}.{_or(axes.split('*'))}"
-            )
-    for name in ("runtime.debug_rank", "log.profile_ranks"):
-        ranks = _get(config, name)
-        highest = max(ranks, default=0) if isinstance(ranks, list) else ranks
-        _require(highest < world, f"{name}: rank {highest} is not among the {world} ranks; use 0 to {world - 1}")
-
-
-def check_model(config: Config, shape: Any) -> None:
-    """Both layouts must divide the model (a parallel.family.ModelShape), and it must have the positions."""
-    for side, tp in (("train", config.train.tp), ("rollout", config.rollout.tp)):
-        _divides("num_attention_heads", shape.heads, f"{side}.tp", tp)
-        if shape.kv_heads % tp and tp % shape.kv_heads:
-            fits = [t for t in range(1, shape.heads + 1) if not shape.heads % t]
-            fits = [t for t in fits if not shape.kv_heads % t or not t % shape.kv_heads]
-            raise ConfigError(
-                f"{side}.tp = {tp} is neither a divisor nor a multiple of num_key_value_heads = {shape.kv_heads}; "
-                f"use {side}.tp = {_or(_around(fits, tp))}"
-            )
-        if not shape.is_moe:
-            _divides("intermediate_size", shape.ffn, f"{side}.tp", tp)
-    (_expert_rules if shape.is_moe else _dense_rules)(config, shape)
-    _stage_rules(config, shape.num_layers)
-    data, limit = config.data, _max_positions(shape)
-    longest = data.max_prompt_tokens + data.max_response_tokens
-    if longest > limit:
-        raise ConfigError(
-            f"data.max_prompt_tokens + max_response_tokens = {data.max_prompt_tokens} + {data.max_response_tokens} = "
-            f"{longest} exceeds the model's {limit} positions; shorten them by {longest - limit}"
-        )
-
-
-def _max_positions(shape: Any) -> int:
-    """max_position_embeddings, or what YaRN stretches its original to."""
-    scaling = shape.rope_scaling or {}
-    original = scaling.get("original_max_position_embeddings") or shape.max_positions
-    return max(shape.max_positions, int(original * scaling.get("factor", 1.0)))
-
-
-def _expert_rules(config: Config, shape: Any) -> None:
-    train, rollout = config.train, config.rollout
-    size, slots = rollout.tp * rollout.dp, shape.experts + rollout.redundant_experts
-    _divides("num_experts", shape.experts, "train.ep", train.ep)
-    etp = "train.etp" if train.etp else "train.etp (0, hence train.tp)"
-    _divides("moe_intermediate_size", shape.expert_ffn, etp, train.etp or train.tp)
-    if not rollout.expert_parallel:
-        _divides("moe_intermediate_size", shape.expert_ffn, "rollout.tp", size)
-    elif size > shape.experts:
-        raise ConfigError(
-            f"rollout.tp*dp = {rollout.tp}*{rollout.dp} = {size} ranks cannot share {shape.experts} experts; "
-            f"use at most {shape.experts} ranks per replica"
-        )
-    elif rollout.redundant_experts and slots % size:
-        valid = [total - shape.experts for total in _multiples(slots, size) if total >= shape.experts]
-        raise ConfigError(
-            f"num_experts + rollout.redundant_experts = {shape.experts} + {rollout.redundant_experts} = {slots} is not "
-            f"a multiple of rollout.tp*dp = {size}; use rollout.redundant_experts = {_or(valid)}"
-        )
-
-
-def _dense_rules(config: Config, shape: Any) -> None:
-    idle = {"train.ep": 1, "train.etp": 0, "rollout.expert_parallel": False, "rollout.routing_replay": "none"}
-    for name, off in idle.items():
-        value = _get(config, name)
-        _require(value == off, f"{name} = {value} needs experts, and {shape.family} has none; set {name}=none")
-
-
-def _stage_rules(config: Config, layers: int) -> None:
-    """Megatron's split: stages whose layers are named, the others equal, all in vpp equal chunks."""
-    pp, vpp = config.train.pp, config.train.vpp
-    named = config.train.first_stage_layers, config.train.last_stage_layers
-    if _splits(layers, pp, vpp, *named):
-        return
-    middle = -(-layers // (pp * vpp)) * vpp
-    rest = layers - middle * (pp - 2)
-    ways = [(0, 0), ((rest + 1) // 2, rest // 2), (0, rest - middle), (0, layers - (layers // pp) * (pp - 1))]
-    good = [way for way in ways if min(way) >= 0 and _splits(layers, pp, vpp, *way)]
-    remedy = (
-        "first_stage_layers = {} and last_stage_layers = {}".format(*good[0]) if good else "another train.pp or vpp"
-    )
-    raise ConfigError(
-        f"{layers} layers do not split into train.pp*vpp = {pp}*{vpp} parts with first_stage_layers = {named[0]} and "
-        f"last_stage_layers = {named[1]} (0: like the others); use {remedy}"
-    )
-
-
-def _splits(layers: int, pp: int, vpp: int, first: int, last: int) -> bool:
-    stages, rest = pp - (first > 0) - (last > 0), layers - first - last
-    if first % vpp or last % vpp or rest < 0:
-        return False
-    return rest % (stages * vpp) == 0 and rest > 0 if stages else rest == 0
-
-
-def _divides(what: str, count: int, option: str, size: int) -> None:
-    if count % size:
-        near = _or(_divisors(count, size))
-        raise ConfigError(f"{what} = {count} is not a multiple of {option} = {size}; use {near}")
-
-
-def _get(config: Config, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _multiples(value: int, unit: int) -> list[int]:
-    """Positive multiples of `unit` on both sides of `value`."""
-    return [v for v in (value // unit * unit, (value // unit + 1) * unit) if v > 0]
-
-
-def _divisors(value: int, size: int) -> list[int]:
-    """Divisors of `value` on both sides of `size`; of absurdly large values only those that are quick to find."""
-    small = [d for d in range(1, min(math.isqrt(value), 100_000) + 1) if value % d == 0]
-    return _around(sorted({*small, *(value // d for d in small)}), size)
-
-
-def _around(ascending: list[int], value: int) -> list[int]:
-    """The nearest below and the nearest above."""
-    return [v for v in ascending if v < value][-1:] + [v for v in ascending if v > value][:1]
-
-
-def _or(values: list[Any]) -> str:
-    return " or ".join(map(str, values))
+    require(is_http, f"reward.url must begin with http:// or https:// and a host, got {reward.url!r}")

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 from launch.checks import check as check
-from launch.checks import check_model as check_model
-from launch.checks import check_world as check_world
+from launch.layout_checks import check_model as check_model
+from launch.layout_checks import check_world as check_world
 from launch.option_text import brief, choices, help_text, hints, is_section, join, options, show, type_name, value_text
 from launch.option_text import to_toml as to_toml
 from launch.options import (  # noqa: F401

@@ -50,7 +50,8 @@ class Inputs:
 
 def read_inputs(config: Config, world: int) -> Inputs:
     """ValueError with one message that names the file, row or option."""
-    from launch.checks import check, check_model, check_world
+    from launch.checks import check
+    from launch.layout_checks import check_model, check_world
     from parallel.family import model_shape, read_config
 
     check(config)
@@ -71,7 +72,7 @@ def read_inputs(config: Config, world: int) -> Inputs:
     validation = {f: PromptSet([f], tokenizer, config.data, config.seed) for f in config.data.val_files}
     sets = {", ".join(map(str, config.data.train_files)): prompts, **validation}
     for files, data in sets.items():
-        _check_sources(config, files, data.sources)
+        _check_sources(config, files, data)
     steps = prompts.steps_per_epoch(config.data.prompts_per_step) * config.total_epochs
     return Inputs(
         shape,
@@ -84,13 +85,16 @@ def read_inputs(config: Config, world: int) -> Inputs:
     )
 
 
-def _check_sources(config: Config, files: str, sources: list[str]) -> None:
+def _check_sources(config: Config, files: str, data: PromptSet) -> None:
     """Every data source needs a reward rule. ValueError names the files."""
     from reward.rules import check_sources
 
+    if config.reward.url or config.reward.function:
+        return
+    if data.first_table:
+        raise ValueError(f"{data.first_table}: the ground truth is a table, which only reward.function or url can read")
     try:
-        if not (config.reward.url or config.reward.function):
-            check_sources(sources)
+        check_sources(data.sources)
     except ValueError as error:
         raise ValueError(f"{files}: column {config.data.source_key!r}: {error}") from None
 

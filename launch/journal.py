@@ -16,7 +16,7 @@ from launch import metrics as formulas
 from launch.config import Config
 from launch.metrics import Metrics
 from launch.runtime import RunDir
-from launch.selfcheck import bounds, check_first_step, sampling_cuts
+from launch.selfcheck import bounds, check_first_step, memory_shares, sampling_cuts
 from launch.writers import Writers
 
 log = logging.getLogger(__name__)
@@ -55,17 +55,20 @@ class Journal:
         formulas.add_timings(metrics, timings)
         phases = self.phases
         formulas.add_memory(metrics, self.device.memory(), phases.ledger, phases.highest, phases.planned_peaks())
+        for name, share in memory_shares(phases.before, phases.ledger).items():
+            metrics.add(f"{formulas.SELF_CHECK}{name}", share, op="max")
         result = metrics.reduce(self.group)
+        checked = [name for name in result if name.startswith(formulas.SELF_CHECK)]
+        numbers = {name.removeprefix(formulas.SELF_CHECK): result.pop(name) for name in checked}
         seconds = {name: result[f"timing_s/{name}"] for name in timings}
         result |= self._batch_metrics(batch, partitions, seconds)
-        result["actor/kl_coef"] = config.algorithm.kl_loss
+        result |= {"actor/kl_coef": config.algorithm.kl_loss, **batch.stats}
         if step == 1 and config.runtime.self_check:
-            updates = config.train.mini_batches * config.train.epochs
             exact = self.device.kind == "cpu"
             cut, most = bool(sampling_cuts(config.rollout)), config.runtime.self_check_probs_diff
             bypass = config.algorithm.old_log_probs == "rollout"
-            limits = bounds(config.rollout.dtype, exact, updates, most, cut, bypass)
-            check_first_step(result, limits)
+            limits = bounds(config.rollout.dtype, exact, most, cut, bypass)
+            check_first_step(result | numbers, limits)
         return result
 
     def _batch_metrics(

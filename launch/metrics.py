@@ -32,6 +32,8 @@ PEAK_FLOPS = {
 }
 """Promised dense bf16 FLOP/s by a part of the device's name; the longest match counts."""
 
+SELF_CHECK = "self_check/"
+"""Prefix of numbers that only the first-step check looks at; they are written nowhere."""
 VERL_ORDER = ("global_seqlen", "actor", "perf", "training", "critic", "response_length", "prompt_length", "timing_s")
 
 
@@ -160,13 +162,26 @@ def add_memory(
         metrics.add(f"perf/max_memory_{name}_gb", most / GIB, op="max")
     for phase, most in planned.items() if memory["total"] else ():
         metrics.add(f"memory_peak_gb/{phase}", most / GIB, op="max")
-    metrics.add("perf/cpu_memory_used_gb", host_memory_used_gib(), op="max")
+    metrics.add("perf/cpu_memory_used_gb", memory["host_used"] / GIB, op="max")
     metrics.add("perf/rank_memory_gb", getrusage(RUSAGE_SELF).ru_maxrss * 1024 / GIB, op="max")
     for move, after in ledger.items():
         if after["total"]:
             metrics.add(f"memory_device_gb/{move}", (after["total"] - after["free"]) / GIB, op="max")
             metrics.add(f"memory_allocated_gb/{move}", after["allocated"] / GIB, op="max")
         metrics.add(f"memory_host_gb/{move}", after["host"] / GIB, op="max")
+
+
+def add_losses(metrics: Metrics, stats: Mapping[str, tuple[Any, Any]], first: bool) -> None:
+    """Statistics of an update, (sum, weight) by name; `first`, of a step's first one, also for the self-check.
+
+    Left out are the gaps between engine and trainer, which add_agreement knows of the whole step, with their maximum.
+    """
+    for name, (total, weight) in stats.items():
+        if not name.startswith(("training/rollout", "rollout_corr/k")):
+            name = name if "/" in name else f"actor/{name}"
+            metrics.add_sum(name, total, weight)
+            if first:
+                metrics.add_sum(f"{SELF_CHECK}{name}", total, weight)
 
 
 def add_agreement(metrics: Metrics, rollout: np.ndarray, train: np.ndarray) -> None:
@@ -326,16 +341,6 @@ def peak_flops(device_name: str) -> float:
 def mfu(flops: float, seconds: float, world: int, peak: float) -> float:
     """Share of the promised FLOP/s of all devices."""
     return flops / (seconds * peak * world) if seconds > 0 else 0.0
-
-
-def host_memory_used_gib() -> float:
-    """Memory of this node that is neither free nor reclaimable, GiB; 0 where /proc/meminfo does not exist."""
-    try:
-        with open("/proc/meminfo") as file:
-            kib = {line.split(":")[0]: int(line.split()[1]) for line in file}
-    except OSError:
-        return 0.0
-    return (kib["MemTotal"] - kib["MemAvailable"]) * 1024 / GIB
 
 
 def in_order(metrics: Mapping[str, float]) -> dict[str, float]:

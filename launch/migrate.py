@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from launch import config as options
 from launch import migrate_slime, migrate_verl
+from launch.checks import CHOICES
 from launch.config import Config, ConfigError
 from launch.migration import Translation
 from launch.option_text import key_text, value_text
@@ -75,6 +76,7 @@ def migrate(system: str, texts: list[str], variables: dict[str, str], overrides:
     given, commands = source.find(script)
     job = Translation(given, script.exported)
     source.translate(job)
+    drop_idle(job)
     for name, value in given.items():
         if name not in job.fates:
             job.unsupported(name, f"unknown to this translation (its value is {value!r})")
@@ -90,6 +92,14 @@ def migrate(system: str, texts: list[str], variables: dict[str, str], overrides:
             )
     config = options.load([*(f"{name}={value_text(value)}" for name, value in job.recipe.items()), *overrides])
     return Migration(config, job.fates, list(dict.fromkeys(script.remarks + job.remarks + problems(config))))
+
+
+def drop_idle(job: Translation) -> None:
+    """Leave out what the chosen algorithm does not use: verl and slime take it silently, a recipe is refused for it."""
+    for name, choice, users in CHOICES:
+        chosen = job.recipe.get(choice, options.options()[choice].default)
+        if name in job.recipe and chosen not in users.split():
+            job.drop(name, f"{choice} = {chosen} does not use it")
 
 
 def problems(config: Config) -> list[str]:

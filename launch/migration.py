@@ -57,6 +57,13 @@ class Translation:
             if name in self.given or name.startswith(("$", "command ")):
                 self.fates[name] = (kind, text)
 
+    def drop(self, target: str, reason: str) -> None:
+        """Take an option out of the recipe again; what was translated into it is unnecessary."""
+        value = self.recipe.pop(target)
+        for name, fate in self.fates.items():
+            if fate == ("translated", f"{target} = {value}"):
+                self.unnecessary(name, reason)
+
     def choose(self, name: str, target: str, known: Mapping[str, str], default: str = "") -> None:
         """A named choice; one that we lack is unsupported and leaves the recipe's default."""
         value = self.get(name, default)

@@ -214,7 +214,7 @@ class AlgorithmConfig:
     overlong_penalty: float = 1.0
     """Punishment at the limit."""
     dynamic_sampling: bool = False
-    """DAPO: drop groups whose unshaped scores are all equal and sample until the batch is full."""
+    """DAPO: drop groups whose unshaped scores are all equal, sample until the batch is full; surplus waits a step."""
     dynamic_sampling_max_rounds: int = 10
     """Generation rounds of one step at most; 0 is no limit."""
     dynamic_sampling_at_limit: Literal["train", "stop"] = "train"
@@ -234,7 +234,7 @@ class AlgorithmConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     function: str = ""
-    """package.module:function(data_source, solution, ground_truth, extra_info) instead of the built-in rules."""
+    """package.module:f or file.py:f, f(data_source, solution, ground_truth, extra_info); else the built-in rules."""
     weights: dict[str, float] = field(default_factory=dict)
     """Weights of several rewards per sample (a function that returns a table)."""
     gsm8k_mode: Literal["strict", "flexible"] = "strict"
@@ -246,7 +246,7 @@ class RewardConfig:
     timeout_s: float = 10.0
     """Hard deadline of one sample; later it scores 0 and is counted."""
     memory_mib: int = 2048
-    """Memory limit of one reward worker."""
+    """Memory by which scoring one sample may make a reward worker grow; more scores 0 and is counted."""
     workers: int = 0
     """Reward processes per rank; 0 scores cheap built-in rules inline and uses 2 processes otherwise."""
 
@@ -310,7 +310,7 @@ class RuntimeConfig:
     time_limit_s: float = 0.0
     """Wall time of the job from its start; a step that cannot end before is not started; 0 is none."""
     self_check: bool = True
-    """Check the first step: kl, clip fraction, sampler agreement, weight hashes, memory."""
+    """Check the first step: kl and clip fraction of its first update, sampler agreement, weight hashes, memory."""
     self_check_probs_diff: float = 0.0
     """Bound of mean |p_engine - p_trainer| in the first step; 0 takes 1e-4 for float32 and 2e-2 for bfloat16."""
     debug_rank: int = -1

@@ -60,7 +60,9 @@ def convert_gsm8k(raw: Record, where: str) -> Record:
 
 def convert_math(raw: Record, where: str) -> Record:
     problem, solution = _text(raw, ("problem",), where), _text(raw, ("solution",), where)
-    answer = last_boxed(solution)
+    from reward.rules import boxed
+
+    answer = boxed(solution)
     if answer is None:
         raise ValueError(f"{where}: column 'solution' has no closed \\boxed{{...}}")
     return _record("DigitalLearningGmbH/MATH-lighteval", f"{problem} {MATH_INSTRUCTION}", "math", answer)
@@ -120,19 +122,6 @@ def prepare_dataset(name: str, sources: list[str], out: Path) -> None:
         write_parquet(out / f"{split}.parquet", unique)
         repeated = f" ({num_raw - len(unique)} repeated ones left out)" if num_raw > len(unique) else ""
         print(f"{out / split}.parquet: {len(unique)} prompts{repeated}")
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{...} with its braces balanced, or None."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    begin, depth = start + len("\\boxed{"), 1
-    for position in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if not depth:
-            return text[begin:position]
-    return None
 
 
 def write_parquet(path: Path, rows: list[Record]) -> None:

@@ -1,7 +1,10 @@
 """The first-step self-check: numbers that must be (nearly) zero in step 1, their bounds, likely causes. Pure.
 
-Before any update the current, old and reference policies are one, and the engine holds the same weights, so kl, ppo_kl
-and the clip fraction are 0 (exactly on cpu) and the engine's probabilities agree with the trainer's.
+Before any update the current, old and reference policies are one, and the engine holds the same weights, so in the
+first update kl, ppo_kl and the clip fraction are 0 (exactly on cpu) and the engine's probabilities agree with the
+trainer's. Where the update's own pass gives the old log-probs, ppo_kl and the clip fraction are 0 by construction.
+Generation gives back the device memory that it took, and the host's memory is not nearly full: later steps are not
+smaller. Weight hashes are compared by the sync itself (parallel/reshard_check.py).
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+KEPT_SHARE = 0.05
+HOST_SHARE = 0.95
 CAUSES = {
     "actor/kl_loss": (
         "the reference policy is not the start policy (resume, or weights written after the snapshot)",
@@ -27,6 +32,16 @@ CAUSES = {
     ),
 }
 CAUSES["actor/pg_clipfrac"] = CAUSES["actor/ppo_kl"]
+CAUSES["memory/kept_share"] = (
+    "the engine does not sleep deeply enough (rollout.vllm settings that keep weights or cache on the device)",
+    "another process took device memory meanwhile",
+    "training tensors that should wait on the host came back to the device twice (train.offload)",
+)
+CAUSES["memory/host_share"] = (
+    "what is offloaded does not fit into the host's memory (launch.plan shows it per rank)",
+    "reward workers or other jobs take the host's memory",
+    "checkpoint.background holds a second copy of the training state",
+)
 
 
 def sampling_cuts(rollout: Any) -> list[str]:
@@ -38,7 +53,6 @@ def sampling_cuts(rollout: Any) -> list[str]:
 def bounds(
     dtype: str,
     exact: bool,
-    updates_per_rollout: int,
     probs_diff: float,
     renormalised: bool = False,
     bypass: bool = False,
@@ -50,11 +64,22 @@ def bounds(
     """
     agreement = probs_diff or (1e-4 if dtype == "float32" else 2e-2)
     table = {} if renormalised else {"training/rollout_probs_diff_mean": agreement}
-    if updates_per_rollout == 1:
-        identity = 0.0 if exact else 1e-3
-        table |= {"actor/kl_loss": identity}
-        table |= {} if bypass else {"actor/ppo_kl": identity, "actor/pg_clipfrac": identity}
-    return table
+    identity = 0.0 if exact else 1e-3
+    table |= {"actor/kl_loss": identity, "memory/kept_share": KEPT_SHARE, "memory/host_share": HOST_SHARE}
+    return table | ({} if bypass else {"actor/ppo_kl": identity, "actor/pg_clipfrac": identity})
+
+
+def memory_shares(before: Mapping[str, int], ledger: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+    """Of Device.memory before the first hand-over and after each move: kept_share, what a whole cycle did not give back
+    of the device (not on cpu); host_share, the most of the host's memory that was in use.
+    """
+    shares = {}
+    if before.get("total") and "restore_training" in ledger:
+        shares["memory/kept_share"] = (before["free"] - ledger["restore_training"]["free"]) / before["total"]
+    if before.get("host_total"):
+        most = max(after["host_used"] for after in (before, *ledger.values()))
+        shares["memory/host_share"] = most / before["host_total"]
+    return shares
 
 
 def check_first_step(metrics: Mapping[str, float], limits: Mapping[str, float]) -> None:

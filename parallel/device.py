@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,7 +67,8 @@ class Device:
 
     def memory(self) -> dict[str, int]:
         """Bytes: allocated and reserved by torch in this process, now and at most since the last `peaks` (peak_*); free
-        and total of the device; all of these zero on cpu. host: resident memory of this process.
+        and total of the device; all of these zero on cpu. host: resident memory of this process; host_used and
+        host_total: of the node, or of the job's cgroup when that is limited.
         """
         bytes_of = dict.fromkeys(("allocated", "reserved", "peak_allocated", "peak_reserved", "free", "total"), 0)
         if self.runtime:
@@ -72,7 +76,8 @@ class Device:
                 bytes_of[name] = getattr(self.runtime, f"memory_{name}")(self.index)
                 bytes_of[f"peak_{name}"] = getattr(self.runtime, f"max_memory_{name}")(self.index)
             bytes_of["free"], bytes_of["total"] = self.runtime.mem_get_info(self.index)
-        return bytes_of | {"host": _resident_bytes()}
+        used, total = host_memory()
+        return bytes_of | {"host": _resident_bytes(), "host_used": used, "host_total": total}
 
     def peaks(self) -> dict[str, int]:
         """Most bytes since the last call: allocated and reserved by torch in this process; device: reserved, and what
@@ -96,6 +101,26 @@ def _resident_bytes() -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """(bytes in use, bytes that there are) of the node, or of the innermost limited cgroup (v2) of this process; what
+    can be reclaimed is not in use. (0, 0) where there is no /proc.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        found = (kib["MemTotal"] - kib["MemAvailable"]) * 1024, kib["MemTotal"] * 1024
+        own = [line[3:] for line in (root / "proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
+    except OSError:
+        return 0, 0
+    for group in [root / "sys/fs/cgroup" / own[0].lstrip("/")] if own else []:
+        for path in (group, *group.parents):
+            with suppress(OSError, ValueError):  # the root has no such file, and "max" is no number
+                limit, current = (int((path / f"memory.{name}").read_text()) for name in ("max", "current"))
+                cache = re.search(r"^inactive_file (\d+)", (path / "memory.stat").read_text(), re.M)
+                return (current - int(cache[1] if cache else 0), limit) if limit < found[1] else found
+    return found
 
 
 def present() -> list[str]:

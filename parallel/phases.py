@@ -46,6 +46,8 @@ class PhaseMachine:
     state: str = "training"
     ledger: dict[str, dict[str, int]] = field(default_factory=dict)
     """Move -> memory after it, the last time that it was done."""
+    before: dict[str, int] = field(default_factory=dict)
+    """Memory before the first move."""
     highest: dict[str, dict[str, int]] = field(default_factory=dict)
     """State or move -> peaks during it, the last time."""
 
@@ -59,6 +61,7 @@ class PhaseMachine:
         if move != legal:
             raise RuntimeError(f"phase machine: {move} is illegal while {self.state}; only {legal} is possible")
         self.highest[self.state] = self.peaks()
+        self.before = self.before or self.memory()
         with self.timer(move):
             self.moves[move]()
         self.state = following

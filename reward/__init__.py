@@ -50,12 +50,15 @@ class Scorer:
 
     def __init__(self, backend: Backend):
         self.backend = backend
+        self.has_worked = False
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         scores = self.backend.score(items)
         errors = [score.failed for score in scores if score.failed.startswith("error")]
         if len(errors) == len(scores) >= MIN_ERRORS:
-            raise ConfigError(f"the reward failed on all {len(scores)} samples; the first: {errors[0]}")
+            kind = RuntimeError if self.has_worked else ConfigError
+            raise kind(f"the reward failed on all {len(scores)} samples; the first: {errors[0]}")
+        self.has_worked = True
         failed = errors or [score.failed for score in scores if score.failed]
         if failed:
             log.warning("the reward failed on %d of %d samples; the first: %s", len(failed), len(scores), failed[0])

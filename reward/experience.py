@@ -31,6 +31,10 @@ class Experience:
     fields: dict[str, Sequence[np.ndarray]] = field(default_factory=dict)
     rewards: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """[N] after shaping and the KL penalty."""
+    stats: dict[str, float] = field(default_factory=dict)
+    """Metrics of the whole batch that judging it gave."""
+    kept: list[np.ndarray] | None = None
+    """algorithm.correction = sequence_mask: bool [R] of each sequence, all True or all False."""
 
     @classmethod
     def of(cls, samples: Sequence[Any]) -> Experience:
@@ -71,22 +75,27 @@ class Experience:
             shaped = np.random.default_rng(list(seed)).permutation(shaped)
         penalties = None
         if algorithm.kl_reward:
-            pairs = zip(self.fields["old_logprobs"], self.fields["ref_logprobs"], strict=True)
-            penalties = [advantage.kl_penalty(algorithm.kl_reward_estimator, old, ref) for old, ref in pairs]
+            both = zip(self.fields["old_logprobs"], self.fields["ref_logprobs"], strict=True)
+            penalties = [advantage.kl_penalty(algorithm.kl_reward_estimator, old, ref) for old, ref in both]
         self.rewards = advantage.sequence_rewards(shaped, penalties, kl.coefficient)
         self.fields["advantage"] = advantage.advantages(
             algorithm, shaped, self.prompt_ids, lengths, penalties, kl.coefficient
         )
-        return float(np.mean([p.mean() for p in penalties])) if penalties else 0.0
+        if algorithm.correction == "sequence_mask":
+            pairs = self.fields["old_logprobs"], self.fields["rollout_logprobs"]
+            self.kept = advantage.keep_tokens(*pairs, algorithm.correction_low, algorithm.correction_high)
+            self.stats["rollout_corr/rejected_fraction"] = float(np.mean([not mask.all() for mask in self.kept]))
+        if penalties is None:
+            return 0.0
+        mean_kl = float(np.mean([p.mean() for p in penalties]))
+        self.stats |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl.coefficient}
+        return mean_kl
 
     def loss_fields(self, algorithm: AlgorithmConfig, indices: np.ndarray, norm_tokens: int) -> dict[str, Any]:
         """Fields of the loss for the mini-batch of sequences `indices`: values by sequence number."""
         lengths = self.response_tokens[indices]
         table = {name: {int(i): values[i] for i in indices} for name, values in self.fields.items()}
-        kept = None
-        if algorithm.correction == "sequence_mask":  # rejected sequences leave the denominators
-            pairs = [[self.fields[name][i] for i in indices] for name in ("old_logprobs", "rollout_logprobs")]
-            kept = advantage.keep_tokens(*pairs, algorithm.correction_low, algorithm.correction_high)
+        kept = [self.kept[i] for i in indices] if self.kept else None  # rejected sequences leave the denominators
         weights = advantage.token_weights(algorithm.aggregation, lengths, kept, norm_tokens)
         table["weight"] = dict(zip(map(int, indices), weights, strict=True))
         if algorithm.aggregation.startswith("seq-mean-token-sum"):

@@ -5,7 +5,7 @@ the parent's __main__ again, and get no LD_PRELOAD (vLLM's CPU build preloads it
 all. A chunk of samples goes to a worker at a time and a line comes back per sample, so the one that hangs is known:
 
     no line within timeout_s    worker killed, sample scored 0 ("timeout"), rest of the chunk to a fresh worker
-    memory limit reached        sample scored 0 ("memory"), worker replaced
+    memory limit reached        sample scored 0 ("memory"), worker replaced; also when many samples together filled it
     worker gone                 sample tried once more on a fresh worker, then scored 0 ("crash")
 
 A call lasts at most about (number of bad samples / workers) * timeout_s longer than the good ones need.
@@ -14,10 +14,12 @@ Workers end with the parent, however it ends: they die when the pipe on their st
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -53,7 +55,7 @@ class Worker:
         )
         theirs.close()
         os.close(lifeline)
-        self.ready = False
+        self.ready = self.full = False
         self.pending: deque[int] = deque()
         self.deadline = time.monotonic() + START_S
         self.buffer = b""
@@ -77,7 +79,9 @@ class Worker:
         return [json.loads(line) for line in lines], not data
 
     def end(self) -> None:
-        self.process.kill()
+        """Kill it with what its reward function may have started: it leads a session of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.channel.close()
         os.close(self.lifeline)
@@ -118,14 +122,16 @@ class Pool:
                 messages, gone = worker.receive()
                 for message in messages:
                     self._accept(worker, message, scores)
-                if gone:
-                    self._replace(worker, "crash", todo, scores, retried)
+                if gone or worker.full:
+                    self._replace(worker, "full" if worker.full else "crash", todo, scores, retried)
             for worker in [worker for worker in self.workers if worker.pending or not worker.ready]:
                 if time.monotonic() > worker.deadline:
                     self._replace(worker, "timeout", todo, scores, retried)
 
     def _accept(self, worker: Worker, message: object, scores: dict[int, Score]) -> None:
-        if message == "ready":
+        if message == "full":
+            worker.full = True
+        elif message == "ready":
             worker.ready, self.failed_starts = True, 0
         elif isinstance(message, dict):
             self.close()
@@ -138,7 +144,10 @@ class Pool:
     def _replace(
         self, worker: Worker, reason: str, todo: deque[list[int]], scores: dict[int, Score], retried: set[int]
     ) -> None:
-        """A fresh worker for one that died or was late; the sample it was at is scored 0 or tried again."""
+        """A fresh worker for one that died or was late; the sample it was at is scored 0 or tried again.
+
+        One that says itself that it is full was at none.
+        """
         worker.end()
         self.failed_starts += not worker.ready
         if self.failed_starts > 3:
@@ -146,9 +155,9 @@ class Pool:
             self.close()
             raise ValueError(f"reward workers do not start ({reason}); run python -m reward.worker to see why")
         rest = list(worker.pending)
-        if rest and (reason == "timeout" or rest[0] in retried):
+        if rest and reason != "full" and (reason == "timeout" or rest[0] in retried):
             scores[rest.pop(0)] = Score(0.0, {}, reason)
-        elif rest:
+        elif rest and reason != "full":
             retried.add(rest[0])
         if rest:
             todo.appendleft(rest)

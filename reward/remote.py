@@ -3,7 +3,8 @@
     request   {"samples": [{"data_source", "solution", "ground_truth", "extra_info"}, ...]}
     answer    {"scores": [number or table of numbers, ...]}     one per sample, in order
 
-Connection errors, answers cut short, 408, 429 and 5xx are tried three times; what has no score then is 0 and counted.
+Answers cut short, 408, 429 and 5xx are tried three times, connection errors for as long as three slow answers would
+take (a server that restarts); what has no score then is 0 and counted.
 Standard library.
 """
 
@@ -70,8 +71,9 @@ class Remote:
 
     def _batch(self, items: Sequence[Item]) -> list[Score]:
         """Scores of one request; its failure is that of all its samples. Nothing is raised: the thread serves on."""
-        reason = ""
-        for attempt in range(ATTEMPTS):
+        reason, attempt, until = "", 0, time.monotonic() + ATTEMPTS * self.config.timeout_s
+        while attempt < ATTEMPTS:
+            attempt += 1
             try:
                 results = self._request(items)
                 if not isinstance(results, list) or len(results) != len(items):
@@ -85,12 +87,13 @@ class Remote:
                 reason = "timeout"
             except OSError as error:
                 reason = "timeout" if isinstance(getattr(error, "reason", None), TimeoutError) else f"error: {error}"
+                attempt -= reason != "timeout" and time.monotonic() < until
             except (http.client.HTTPException, json.JSONDecodeError) as error:
                 reason = f"error: bad answer: {type(error).__name__}: {error}"
             except Exception as error:  # what a foreign server can make json or a score of
                 reason = f"error: bad answer: {error}"
                 break
-            time.sleep(PAUSE_S * (attempt + 1))
+            time.sleep(PAUSE_S * max(1, attempt))
         return [Score(0.0, {}, reason)] * len(items)
 
     def _score(self, result: Any) -> Score:

@@ -22,6 +22,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from launch.config import RewardConfig
@@ -99,15 +100,18 @@ def _same_number(first: str, second: str) -> bool:
 
 
 def boxed(text: str) -> str | None:
-    """Content of the last \\boxed{...}, or None."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    """Content of the last \\boxed{...} or \\fbox{...} with its braces balanced, of "\\boxed 7" up to a $, or None."""
+    starts = list(re.finditer(r"\\(?:boxed|fbox)\s*\{|\\boxed ", text))
+    if not starts:
         return None
-    depth = 0
-    for position in range(start + 6, len(text)):
+    begin = starts[-1].end()
+    if text[begin - 1] != "{":
+        return re.split(r"[$\n]", text[begin:], maxsplit=1)[0].strip() or None
+    depth = 1
+    for position in range(begin, len(text)):
         depth += (text[position] == "{") - (text[position] == "}")
         if depth == 0:
-            return text[start + 7 : position]
+            return text[begin:position]
     return None
 
 
@@ -137,7 +141,8 @@ def dapo_math(data_source: str, solution: str, ground_truth: str, extra: dict[st
     verl looks at the last 300 characters of the response; here the whole text counts.
     """
     found = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution)
-    right = bool(found) and normalized_answer(found[-1]) == normalized_answer(ground_truth)
+    said = normalized_answer(found[-1]) if found else ""
+    right = bool(said) and said == normalized_answer(ground_truth)
     return {"score": 1.0 if right else -1.0, "acc": float(right)}
 
 
@@ -161,7 +166,8 @@ def normalized_answer(answer: str) -> str:
         answer = answer.replace(old, new)
     if answer.count("$") >= 2:
         answer = answer.split("$")[1]
-    answer = re.sub(r"\\(?:text|textbf|overline)\{(.*?)\}", r"\1", answer)
+    for _ in range(3):  # one in another
+        answer = re.sub(r"\\(?:text|textbf|overline)\{([^{}]*)\}", r"\1", answer)
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "")
@@ -204,22 +210,36 @@ def find_rule(data_source: str) -> Rule:
 def answer(data_source: str, solution: str, mode: str = "strict") -> str | None:
     """What a built-in rule compares, in a form in which equal answers are equal texts: maj@k votes on it.
 
-    None where the rule finds no answer; the whole text for sources without a built-in rule. `mode`: of gsm8k.
+    None where the rule finds no answer; the whole text for sources without a built-in rule. `mode`: of gsm8k. Numbers
+    and fractions count by value; other mathematics as text without spaces, for math-verify compares only pairs.
     """
     try:
         rule = find_rule(data_source)
     except ValueError:
         return solution.strip()
     if rule in (gsm8k, last_number):
-        found = re.findall(r"#### (-?[0-9.,]+)" if mode == "strict" and rule is gsm8k else r"-?[0-9.,]*[0-9]", solution)
-        return found[-1].replace(",", "") if found else None
+        if mode == "strict" and rule is gsm8k:
+            found = re.findall(r"#### (-?[0-9.,]+)", solution)
+            return found[-1].replace(",", "") if found else None
+        found = [number for number in re.findall(r"-?[0-9.,]+", solution) if number.strip("-.,")]
+        return _value(found[-1].rstrip(".,")) if found else None
     if rule is dapo_math:
         found = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution)
         return normalized_answer(found[-1]) if found else None
     if rule is math_boxed:
         inner = boxed(solution)
-        return None if inner is None else inner.strip()
+        return None if inner is None else _value(inner)
     return solution
+
+
+def _value(text: str) -> str:
+    """A short number or fraction, also in LaTeX, in lowest terms; any other text without its spaces."""
+    text = re.sub(r"\s", "", text)
+    plain = re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text.replace("\\!", "")).replace(",", "").strip("$")
+    try:
+        return str(Fraction(plain)) if len(plain) <= 40 and re.fullmatch(r"[-+]?[\d./]+", plain) else text
+    except (ValueError, ZeroDivisionError):
+        return text
 
 
 def check_sources(sources: Iterable[str]) -> list[Rule]:

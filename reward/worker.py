@@ -1,9 +1,10 @@
 """One reward process: `python -m reward.worker OPTIONS`, started by reward.pool. Standard library and the rule only.
 
     fd 0            lifeline: the read end of a pipe that the parent never writes; the kernel kills us when it closes
-    OPTIONS.socket  chunks of items in (pickle, from the trusted side), "ready" and one score a line out (JSON)
+    OPTIONS.socket  chunks of items in (pickle, from the trusted side), "ready", a score a line and "full" out (JSON)
 
-It has a memory limit, ignores the signals that stop a job (the parent ends it), and prints to standard error only.
+It has a memory limit for each sample, ignores the signals that stop a job (the parent ends it), and prints to standard
+error only.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ def die_with_parent() -> None:
     fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def limit_memory(mib: int) -> None:
-    """Let the process grow by `mib` of address space beyond what its imports took."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def address_space() -> int:
+    """Bytes."""
     with open("/proc/self/statm") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + mib * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def limit_growth(mib: int) -> None:
+    """Let the process grow by `mib` of address space beyond what it has now: a limit for one sample."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + mib * 2**20, hard))
 
 
 def main() -> None:
@@ -53,7 +58,8 @@ def main() -> None:
         except Exception:
             send({"error": traceback.format_exc()})
             return
-        limit_memory(options["config"]["memory_mib"])
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        mib, first = options["config"]["memory_mib"], address_space()
         send("ready")
         while True:
             try:
@@ -61,10 +67,11 @@ def main() -> None:
             except EOFError:
                 return
             for item in chunk:
+                limit_growth(mib)
                 result = score(item)
                 send(result)
-                if result.failed == "memory":
-                    return  # a fresh process takes the rest: this heap is full or torn
+                if result.failed == "memory" or address_space() - first > mib * 2**20:
+                    return send("full")  # a fresh process takes the rest: the heap is torn, or what was scored stays
 
 
 if __name__ == "__main__":

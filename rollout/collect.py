@@ -1,7 +1,8 @@
 """From prompts to the samples of a step, with DAPO's dynamic sampling: draw until enough groups teach something.
 
 The state (batches drawn, surplus groups, lengths seen) is small and alike on all ranks; it is saved with every
-checkpoint. Surplus groups are the next step's first ones. Optimizer steps count steps here, however many batches of
+checkpoint. Surplus groups are the next step's first ones; they are then one step old, for which algorithm.correction
+accounts, or algorithm.old_log_probs = rollout. Optimizer steps count steps here, however many batches of
 prompts they draw.
 """
 
@@ -82,8 +83,12 @@ class Collector:
         logger.warning("%s: training with what exists", message)
 
     def state(self) -> dict[str, Any]:
-        return {"draws": self.draws, "surplus": encode(self.surplus), "lengths": self.lengths.state()}
+        step = self.config.data.prompts_per_step
+        return {"draws": self.draws, "of": step, "surplus": encode(self.surplus), "lengths": self.lengths.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.draws, self.surplus = state["draws"], decode(np.asarray(state["surplus"]))
+        """Go on behind the last prompt drawn, also when a step now has another number of prompts."""
+        step = self.config.data.prompts_per_step
+        self.draws = -(-state["draws"] * state.get("of", step) // step)  # prompt ids stay above those of the surplus
+        self.surplus = decode(np.asarray(state["surplus"]))
         self.lengths.load(state.get("lengths", self.lengths.state()))  # absent from older checkpoints

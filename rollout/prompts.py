@@ -57,6 +57,11 @@ class PromptSet:
         """Reward rules that occur, sorted."""
         return sorted({row.source for row in self._rows})
 
+    @property
+    def first_table(self) -> str:
+        """Where the first ground truth is that no built-in rule can read, or ""."""
+        return next((row.where for row in self._rows if row.has_table), "")
+
     def steps_per_epoch(self, prompts_per_step: int) -> int:
         """Batches of one epoch. ValueError when not even one is full and data.incomplete_batch is "drop"."""
         full, rest = divmod(len(self), prompts_per_step)

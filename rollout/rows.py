@@ -28,6 +28,8 @@ class Row:
     ground_truth: str
     source: str
     extra: dict[str, Any]
+    has_table: bool = False
+    """The ground truth is a table or a list, as JSON: for a reward function; no built-in rule reads it."""
 
 
 def read_rows(file: str | Path, data: DataConfig) -> list[Row]:
@@ -93,15 +95,17 @@ def _column_error(where: str | Path, name: str, names: list[str], data: DataConf
 
 
 def _row(where: str, values: dict[str, Any], data: DataConfig) -> Row:
-    extra = next((values[key] for key in EXTRA_KEYS if values.get(key) is not None), {})
+    extra: Any = next((values[key] for key in EXTRA_KEYS if values.get(key) is not None), {})
     if not isinstance(extra, dict):
         raise ValueError(f"{where}: column extra_info must be a table, got {_short(extra)}")
+    truth, has_table = _ground_truth(f"{where}: column {data.label_key!r}", values[data.label_key])
     return Row(
         where=where,
         prompt=_prompt(f"{where}: column {data.prompt_key!r}", values[data.prompt_key]),
-        ground_truth=_ground_truth(f"{where}: column {data.label_key!r}", values[data.label_key]),
+        ground_truth=truth,
         source=_source(where, values.get(data.source_key), data),
         extra=extra,
+        has_table=has_table,
     )
 
 
@@ -122,16 +126,27 @@ def _prompt(where: str, value: Any) -> str | list[dict[str, str]]:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def _ground_truth(where: str, value: Any) -> str:
+def _ground_truth(where: str, value: Any) -> tuple[str, bool]:
+    """As text, and whether it was a table or a list."""
     if isinstance(value, dict):
         if "ground_truth" not in value:
             raise ValueError(f"{where} has no key 'ground_truth'; keys: {_short(list(value), 200)}")
         where, value = f"{where}: ground_truth", value["ground_truth"]
+    if has_table := isinstance(value, (dict, list)) and bool(value):
+        value = _json(where, value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0
     if not number and not (isinstance(value, str) and value):
-        raise ValueError(f"{where} must be text or a finite number, not empty; got {_short(value)}")
-    _check_text(where, str(value))
-    return str(value)
+        raise ValueError(f"{where} must be text, a finite number, a table or a list, not empty; got {_short(value)}")
+    text = str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else str(value)
+    _check_text(where, text)
+    return text, has_table
+
+
+def _json(where: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: not JSON: {_first_line(error)}") from None
 
 
 def _source(where: str, value: Any, data: DataConfig) -> str:

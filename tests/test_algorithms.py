@@ -35,6 +35,25 @@ def options(tmp_path_factory) -> list[str]:
 
 
 @pytest.mark.full
+def test_rejected_sequences_leave_the_update(tmp_path, options):
+    """Bounds that no weight meets: everything is rejected, told, and the weights stay."""
+    bounds = [f"algorithm.{option}" for option in ("correction=sequence_mask", "correction_low=1.5")]
+    job = run_job(tmp_path / "run", 2, QUICKSTART, *options, *bounds)
+    for row in job.metrics:
+        assert row["rollout_corr/rejected_fraction"] == 1 and row["actor/grad_norm"] == 0
+
+
+@pytest.mark.full
+def test_the_constant_of_sum_norm_is_the_longest_response(tmp_path, options):
+    same = ["aggregation=seq-mean-token-sum-norm", "aggregation_norm_tokens=5"]  # data.max_response_tokens
+    jobs = [
+        run_job(tmp_path / str(n), 2, QUICKSTART, *options, *(f"algorithm.{o}" for o in same[:n]), "total_steps=1")
+        for n in (1, 2)
+    ]
+    assert jobs[0].metrics[0]["actor/grad_norm"] == jobs[1].metrics[0]["actor/grad_norm"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", MIXES)
 def test_a_job_of_each_algorithm(tmp_path, options, name):
     chosen = [f"algorithm.{option}" for option in MIXES[name].split()]
@@ -46,4 +65,13 @@ def test_a_job_of_each_algorithm(tmp_path, options, name):
         assert first["actor/ppo_kl"] == first["actor/pg_clipfrac"] == 0
     if "kl_loss" in MIXES[name]:
         assert first["actor/kl_loss"] == 0 != second["actor/kl_loss"]
+    if "kl_reward" in MIXES[name]:  # the penalty is in the rewards; the first step's policy is the reference itself
+        assert first["actor/reward_kl_penalty"] == 0 != second["actor/reward_kl_penalty"]
+        assert first["critic/score/mean"] == first["critic/rewards/mean"]
+        assert second["critic/score/mean"] != second["critic/rewards/mean"]
+        assert second["actor/reward_kl_penalty_coeff"] < first["actor/reward_kl_penalty_coeff"] == 0.01  # below target
+    if "correction=" in MIXES[name]:
+        assert first["rollout_corr/weight_mean"] == pytest.approx(1.0, abs=1e-4)
+    if "old_log_probs=rollout" in MIXES[name]:  # the ratio is to the engine's log-probs, which differ a little
+        assert 0 < abs(first["actor/ppo_kl"]) < 1e-4
     print(name, {key: value for key, value in second.items() if key.startswith(("actor/", "rollout_corr/"))})

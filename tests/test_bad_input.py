@@ -79,6 +79,20 @@ def read(recipe: Path) -> str | None:
         return str(error)
 
 
+def test_a_table_as_ground_truth_needs_a_function(job, tmp_path):
+    rows = [json.loads(line) for line in (job / "val.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["reward_model"]["ground_truth"] = {"tests": [1, 2.0]}
+    file = tmp_path / "tables.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [str(job / "recipe.toml"), f'data.val_files=["{file}"]']
+    with pytest.raises(ValueError, match=r"tables.jsonl line 1: the ground truth is a table, which only"):
+        read_inputs(options.load(arguments), 1)
+    inputs = read_inputs(options.load([*arguments, "reward.function=tests.scripts.parity:score"]), 1)
+    inputs.scorer.close()
+    assert [prompt.ground_truth for prompt in inputs.validation[str(file)].all()] == ['{"tests": [1, 2.0]}'] * 8
+
+
 def mutate_text(text: str, rng: random.Random) -> str:
     """One damage: a character, a cut, a value or a line."""
     lines = text.splitlines(keepends=True)

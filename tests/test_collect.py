@@ -111,6 +111,17 @@ def test_what_is_saved_goes_on_as_if_never_interrupted():
     assert np.array_equal(resumed.lengths.total, whole.lengths.total)
 
 
+def test_a_step_of_another_size_goes_on_behind_the_last_prompt_drawn():
+    c = collector()
+    c.collect(sample)
+    assert c.draws == 2 and ids(c.surplus) == [7]
+    resumed = collector()
+    resumed.config = replace(resumed.config, data=replace(resumed.config.data, prompts_per_step=3))
+    resumed.load(frozen(c.state()))
+    batch, _ = resumed.collect(sample)
+    assert resumed.draws == 4 and ids(batch) == [7, 10, 11] and len(batch) == 6  # from 9 on: 8 was drawn
+
+
 # Whole jobs
 
 

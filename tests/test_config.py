@@ -446,6 +446,7 @@ def test_the_rules_accept_valid_configs() -> None:
     check(load([*VALID, "algorithm.correction=icepop", "train.mini_batches=4"]))
     check(load([*VALID, "eval.top_p=0.7", "eval.every_steps=0", "algorithm.overlong_penalty=2.0"]))
     check(load([*VALID, "reward.function=my.rules:score", "reward.weights.acc=1", "log.hook=a:b"]))
+    check(load([*VALID, "reward.function=some/where/rules.py:score", "reward.workers=4", "reward.memory_mib=64"]))
 
 
 def test_every_number_has_a_range_and_every_row_names_options() -> None:
@@ -528,7 +529,17 @@ def test_ranges(override: str) -> None:
         (["algorithm.aggregation_norm_tokens=5"], ["aggregation = token-mean", "to seq-mean-token-sum-norm"]),
         (["train.optimizer.min_lr=1e-9"], ["min_lr = 1e-09 has no effect", "linear or cosine"]),
         (["train.optimizer.kind=sgd", "train.optimizer.beta1=0.5"], ["beta1 = 0.5 has no effect"]),
-        (["reward.function=score"], ["reward.function must be package.module:function, got 'score'"]),
+        (["algorithm.policy_loss=sapo", "algorithm.clip_high=0.3"], ["clip_high = 0.3 has no effect", "= sapo"]),
+        (["algorithm.policy_loss=gspo", "algorithm.dual_clip=10"], ["dual_clip = 10.0 has no effect", "to clip"]),
+        (["algorithm.correction=token", "algorithm.correction_low=0.1"], ["correction_low = 0.1 has no effect"]),
+        (["algorithm.correction_high=5"], ["correction_high = 5.0 has no effect", "correction = none"]),
+        (["reward.url=http://h", "reward.workers=3"], ["reward.workers has no effect with reward.url"]),
+        (["reward.function=a:b", "reward.gsm8k_mode=flexible"], ["gsm8k_mode has no effect with reward.function"]),
+        (["log.hook=a/b.py:c"], ["log.hook must be package.module:function, got"]),
+        (
+            ["reward.function=score"],
+            ["reward.function must be package.module:function or file.py:function, got 'score'"],
+        ),
         (["log.hook=a.b:"], ["log.hook must be package.module:function"]),
         (["reward.function=a:b", "reward.url=http://h"], ["exclude each other"]),
         (["reward.weights.acc=1"], ["reward.weights", "built-in rules give one number"]),

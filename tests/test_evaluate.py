@@ -60,7 +60,7 @@ def test_means_over_ranks_that_know_different_names():
         ("openai/gsm8k", "so 72", None),
         ("math_dapo", "Answer: $x=5$", "5"),
         ("math_dapo", "five", None),
-        ("lighteval/MATH", "\\boxed{1} or \\boxed{\\frac{1}{2} }", "\\frac{1}{2}"),
+        ("lighteval/MATH", "\\boxed{1} or \\boxed{\\frac{1}{2} }", "1/2"),
         ("lighteval/MATH", "none", None),
         ("copy", "1234", "1234"),
         ("my/own", "  text ", "text"),
@@ -72,6 +72,14 @@ def test_answers_that_are_voted_on(source, text, expected):
 
 def test_flexible_answers():
     assert reward.answer("gsm8k", "it is 1,200 dollars.", "flexible") == "1200"
+    assert reward.answer("gsm8k", "about 42.50...", "flexible") == reward.answer("gsm8k", "42.5", "flexible")
+
+
+@pytest.mark.parametrize(
+    "equal", [("0.5", "\\frac{1}{2}", "1/2", " \\dfrac{2}{4}"), ("1,000", "1000.0"), ("x + 1", "x+1")]
+)
+def test_equal_answers_vote_together(equal):
+    assert len({reward.answer("lighteval/MATH", f"\\boxed{{{text}}}") for text in equal}) == 1
 
 
 class Set:

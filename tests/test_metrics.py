@@ -15,7 +15,7 @@ import pytest
 
 from launch import metrics as m
 from launch import writers as w
-from parallel.device import Device
+from parallel.device import Device, host_memory
 from tests.ranks import run_ranks
 
 
@@ -215,12 +215,18 @@ def test_peak_by_device_name(name, peak):
     assert m.mfu(1e12, 1.0, 1, m.peak_flops("cpu")) == 0.0
 
 
-def test_host_memory():
-    assert 0.01 < m.host_memory_used_gib() < 1e5
-
-
 def test_memory_of_the_device_and_of_every_move():
-    now = dict(allocated=1, reserved=2, peak_allocated=3 << 30, peak_reserved=4 << 30, free=5, total=6, host=7)
+    now = dict(
+        allocated=1,
+        reserved=2,
+        peak_allocated=3 << 30,
+        peak_reserved=4 << 30,
+        free=5,
+        total=6,
+        host=7,
+        host_used=8 << 30,
+        host_total=9 << 30,
+    )
     after = now | dict(allocated=8 << 30, free=10 << 30, total=80 << 30, host=2 << 30)
     metrics = m.Metrics()
     peak = dict(allocated=2 << 30, reserved=9 << 30, device=11 << 30)
@@ -236,19 +242,39 @@ def test_memory_of_the_device_and_of_every_move():
     assert result["memory_peak_gb/generate"] == 12 and result["memory_peak_gb/sync"] == 0
     assert result["memory_device_gb/wake_cache"] == 70 and result["memory_allocated_gb/wake_cache"] == 8
     assert result["memory_device_gb/sleep"] == 5 and result["memory_host_gb/sleep"] == 2
+    assert result["perf/cpu_memory_used_gb"] == 8
     assert all(metrics.table[key].op == "max" for key in result)
 
 
 def test_a_cpu_has_host_memory_only():
     memory = Device("cpu").memory()
+    assert memory["host"] < memory["host_used"] < memory["host_total"]
     block = np.ones(512 << 20, np.uint8)  # large beside what a host reclaims from this process meanwhile
     grown = Device("cpu").memory()["host"] - memory["host"]
-    assert 0.8 * len(block) < grown < 1.5 * len(block) and not any(memory[name] for name in memory if name != "host")
+    assert 0.8 * len(block) < grown < 1.5 * len(block) and not any(memory[n] for n in memory if "host" not in n)
     metrics = m.Metrics()
     m.add_memory(metrics, memory, {"sleep": memory}, {"sleep": Device("cpu").peaks()}, {"sync": 0})
     result = metrics.reduce()
     assert {key for key in result if key.startswith("memory_")} == {"memory_host_gb/sleep"}
     assert result["memory_host_gb/sleep"] <= result["perf/rank_memory_gb"] * 1.01 and result["perf/rank_memory_gb"] > 0
+
+
+def test_host_memory_of_the_node_and_of_a_limited_cgroup(tmp_path):
+    def write(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    assert host_memory(tmp_path) == (0, 0)
+    write("proc/meminfo", "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 600 kB\n")
+    write("proc/self/cgroup", "0::/job/step\n")
+    assert host_memory(tmp_path) == (400 * 1024, 1000 * 1024)
+    write("sys/fs/cgroup/job/step/memory.max", "max\n")
+    write("sys/fs/cgroup/job/step/memory.current", "9\n")
+    for name, value in (("max", 500 * 1024), ("current", 300 * 1024), ("stat", "anon 1\ninactive_file 102400\n")):
+        write(f"sys/fs/cgroup/job/memory.{name}", str(value))
+    assert host_memory(tmp_path) == (200 * 1024, 500 * 1024)
+    write("sys/fs/cgroup/job/memory.max", str(2000 * 1024))  # more than the node has
+    assert host_memory(tmp_path) == (400 * 1024, 1000 * 1024)
 
 
 # --- algebra

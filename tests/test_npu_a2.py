@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from launch.checks import check, check_model, check_world
+from launch.checks import check
 from launch.config import load
+from launch.layout_checks import check_model, check_world
 from launch.plan import main, read_shape
 from parallel.device import Device
 from parallel.grid import RolloutGrid, TrainGrid

@@ -87,11 +87,6 @@ def test_math_takes_the_last_box(tmp_path):
     assert row["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
 
 
-@pytest.mark.parametrize(("text", "boxed"), [(r"\boxed{a{b}c} d", "a{b}c"), (r"\boxed{a{b}", None), ("none", None)])
-def test_last_boxed(text, boxed):
-    assert prepare.last_boxed(text) == boxed
-
-
 def test_dapo_math_in_its_three_published_forms(tmp_path):
     verl = {"prompt": [{"role": "user", "content": "P"}], "reward_model": {"ground_truth": "34", "style": "rule"}}
     slime = {"prompt": [{"role": "user", "content": "Q"}], "label": "35"}

@@ -74,6 +74,12 @@ def test_slime_rows(tmp_path, tokenizer):
     assert (tokenizer.decode(second.ids), second.ground_truth) == ("7=", "7")
 
 
+def test_whole_numbers_are_told_without_a_point(tmp_path, tokenizer):
+    rows = [row(reward_model={"ground_truth": value}) for value in (72.0, 0.5, 1e300, -3)]
+    truths = [prompt.ground_truth for prompt in prompt_set(tmp_path / "a.parquet", tokenizer, rows).all()]
+    assert truths == ["72", "0.5", "1e+300", "-3"]
+
+
 def test_files_are_joined_in_order(tmp_path, tokenizer):
     one, two = write(tmp_path / "1.parquet", numbered(2)), write(tmp_path / "2.jsonl", [row("9999")])
     assert [prompt.ground_truth for prompt in PromptSet([two, one], tokenizer, DATA, 0).all()] == [
@@ -164,12 +170,12 @@ BAD_ROWS = [
     ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content must be text"),
     ({"prompt": [{"role": "user", "content": "Z"}]}, "column 'prompt' cannot be tokenised"),
     ({"prompt": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
-    ({"reward_model": None}, "column 'reward_model' must be text or a finite number"),
+    ({"reward_model": None}, "column 'reward_model' must be text, a finite number"),
     ({"reward_model": {"style": "rule"}}, "column 'reward_model' has no key 'ground_truth'"),
-    ({"reward_model": {"ground_truth": ["1"]}}, "ground_truth must be text"),
+    ({"reward_model": {"ground_truth": []}}, "ground_truth must be text"),
     ({"reward_model": {"ground_truth": ""}}, "ground_truth must be text"),
-    ({"reward_model": float("nan")}, "must be text or a finite number"),
-    ({"reward_model": True}, "must be text or a finite number"),
+    ({"reward_model": float("nan")}, "must be text, a finite number"),
+    ({"reward_model": True}, "must be text, a finite number"),
     ({"data_source": None}, "column 'data_source' must be text"),
     ({"data_source": 3}, "column 'data_source' must be text"),
     ({"extra_info": "x"}, "column extra_info must be a table"),

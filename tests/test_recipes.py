@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from launch.checks import check, check_model
+from launch.checks import check
 from launch.config import load, to_toml
+from launch.layout_checks import check_model
 from launch.plan import read_shape
 from launch.shrink import LARGEST_DEGREE, MOST_RANKS, is_moe
 from parallel.family import model_shape, read_config

@@ -17,7 +17,8 @@ from reward.rules import Item
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = """
-import os, re, signal, sys, time
+import mmap, os, re, signal, sys, time
+KEPT = []
 
 def score(data_source, solution, ground_truth, extra):
     if solution == "hang": time.sleep(3600)
@@ -38,6 +39,11 @@ def score(data_source, solution, ground_truth, extra):
     if solution == "pid": return os.getpid()
     if solution == "preload": return float("LD_PRELOAD" in os.environ)
     if solution == "slow": time.sleep(0.2)
+    if solution == "child":
+        import subprocess
+        open(ground_truth, "w").write(str(subprocess.Popen(["sleep", "3600"]).pid))
+        time.sleep(3600)
+    if solution == "keep": KEPT.append(mmap.mmap(-1, 200 << 20))
     return 1.0
 """
 
@@ -122,6 +128,17 @@ def test_workers_ignore_the_signals_that_stop_a_job(hostile):
     time.sleep(0.2)
     assert {int(s.value) for s in hostile.score(items(*["pid"] * 50))} <= before
     assert all(os.getsid(pid) != os.getsid(0) for pid in before)
+
+
+def test_what_a_late_sample_started_ends_with_it(hostile, tmp_path):
+    assert hostile.score(items("child", truth=str(tmp_path / "pid")))[0].failed == "timeout"
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not alive(pid))
+
+
+def test_memory_is_counted_for_each_sample(hostile):
+    """Each keeps 200 of 512 MiB: the worker is replaced before what earlier samples left makes a good one fail."""
+    assert [s.value for s in hostile.score(items(*["keep"] * 24))] == [1.0] * 24
 
 
 def test_workers_get_no_preload(hostile):

@@ -101,6 +101,11 @@ def test_gsm8k_window_is_the_reference_rule():
         ("\\boxed{1", "1", 0),
         ("\\boxed{}", "1", 0),
         ("\\boxed{7}", "\\boxed{7}", 1),
+        ("so $\\boxed 7$, as said", "7", 1),
+        ("\\fbox{7}", "7", 1),
+        ("\\boxed {7}", "7", 1),
+        ("\\boxed{1}, \\fbox{2", "1", 0),
+        ("\\boxed ", "", 0),
     ],
 )
 def test_math_boxed(solution, truth, want):
@@ -147,6 +152,8 @@ def test_text_of_the_model_is_never_evaluated(monkeypatch, tmp_path):
         ("Answer: 42" + "\nblah" * 100, "42", True),
         ("42", "42", False),
         ("Answer:", "42", False),
+        ("Answer: \\text{\\textbf{A}}", "A", True),
+        ("Answer: units", "km", False),  # both are nothing in the normal form
     ],
 )
 def test_dapo_math(solution, truth, right):
@@ -162,6 +169,8 @@ def test_rules_that_run_in_process_take_linear_time(rule):
         "answer " * 40_000,
         "#### " * 50_000,
         "$" * 200_000,
+        "\\boxed{" * 40_000,
+        "\\boxed" + " " * 200_000,
     ]
     attacks += [
         "Answer: " + "\\text{" * 40_000,
@@ -174,6 +183,8 @@ def test_rules_that_run_in_process_take_linear_time(rule):
         rule("x", text, "42", {})
         if rule is rules.gsm8k:
             rule("x", text, "42", {}, mode="flexible")
+        for source in ("gsm8k", "math_dapo", "math", "any"):  # what maj@k votes on
+            rules.answer(source, text, "flexible")
     assert time.perf_counter() - start < 2.0
 
 
@@ -314,6 +325,36 @@ def test_failures_of_any_kind_are_told(caplog):
 
     reward.Scorer(Hangs()).score(ITEMS)
     assert "failed on 100 of 100 samples; the first: timeout" in caplog.text
+
+
+def test_http_server_that_restarts_is_waited_for(server, monkeypatch):
+    """Refused connections are no answer: they are tried again for as long as slow answers would be."""
+    monkeypatch.setattr("reward.remote.PAUSE_S", 0.01)
+    refusals = iter([ConnectionRefusedError()] * 20)
+    client, request = remote(server, timeout_s=2.0), reward.remote.Remote._request
+
+    def refused(self, items):
+        for error in refusals:
+            raise error
+        return request(self, items)
+
+    monkeypatch.setattr("reward.remote.Remote._request", refused)
+    server["reply"] = lambda h, s: h.answer({"scores": [1] * len(s)})
+    assert [s.value for s in client.score(ITEMS[:3])] == [1, 1, 1]
+
+
+def test_a_reward_that_broke_later_is_no_fault_of_the_configuration():
+    class Breaks:
+        failed = ""
+
+        def score(self, items):
+            return [Score(0.0, {}, self.failed)] * len(items)
+
+    scorer = reward.Scorer(Breaks())
+    scorer.score(ITEMS)
+    scorer.backend.failed = "error: HTTP 503"
+    with pytest.raises(RuntimeError, match="failed on all 100 samples; the first: error: HTTP 503"):
+        scorer.score(ITEMS)
 
 
 def test_http_answer_that_drips_meets_the_deadline(server, monkeypatch):

@@ -18,7 +18,8 @@ from tests import areas
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("rollout", "parallel", "reward", "launch")
 STANDARD_LIBRARY_ONLY = [
-    f"launch/{name}.py" for name in ("config", "options", "option_text", "checks", "selfcheck", "shrink")
+    f"launch/{name}.py"
+    for name in ("config", "options", "option_text", "checks", "layout_checks", "selfcheck", "shrink")
 ]
 PURE = [
     *STANDARD_LIBRARY_ONLY,
@@ -42,6 +43,7 @@ REACH_EVERYWHERE = {
             "bench_rows",
             "bench_run",
             "inputs",
+            "prepare",
         )
     ),
     *(f"launch/{name}.py" for name in ("plan", "plan_job", "plan_search", "estimate")),

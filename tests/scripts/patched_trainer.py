@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel import megatron_step, weight_sync
+from parallel import device, megatron_step, weight_sync
 from parallel.reshard import Resharder
 from reward.experience import Experience
 from rollout.batch import gather
@@ -87,6 +87,26 @@ def shifted_mask() -> None:
         return batch
 
     Experience.of = classmethod(of)
+
+
+def changed_weights() -> None:
+    """The weights change after each pass that scores the batch: between the old or reference pass and the update."""
+    right = megatron_step.score
+
+    def score(model, *args, **kwargs):
+        results = right(model, *args, **kwargs)
+        with torch.no_grad():
+            for name, tensor in model.stores().items():
+                if "norm" in name:
+                    tensor.mul_(1.1)
+        return results
+
+    megatron_step.score = score
+
+
+def full_host() -> None:
+    """Nearly all of the host's memory is in use."""
+    device.host_memory = lambda: (97 << 30, 100 << 30)
 
 
 def permuted_producers() -> None:
